@@ -1,0 +1,5 @@
+"""Armillary: pre-train large models, from a laptop to thousands of devices, by changing a recipe."""
+
+from armillary.version import __version__
+
+__all__ = ["__version__"]

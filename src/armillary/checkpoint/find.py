@@ -1,0 +1,129 @@
+"""Which checkpoint to resume from. Runs in one process; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from armillary.checkpoint.manifest import (
+    CHECKPOINTS_NAME,
+    MANIFEST_NAME,
+    Unverified,
+    step_folders,
+    step_name,
+    step_of,
+    verify,
+)
+from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint whose every file was read and matched."""
+
+    path: Path
+    """Its folder."""
+    step: int
+    """Optimizer steps it has behind it."""
+    manifest: dict[str, Any]
+    """Its manifest; see `manifest`."""
+    reasons: list[str]
+    """Why this one: one line for it, after one for every newer one that was skipped."""
+
+
+def find_checkpoint(folder: Path, resume: str, progress: Progress | None = None) -> Found | None:
+    """Resolves `--resume` for a run whose checkpoints lie in `folder`.
+
+    `auto`: the newest that verifies, None when there is none yet. `never`: None. Digits: that step
+    of this run. Anything else is a path to a checkpoint, a run, or a `checkpoints` folder.
+
+    Raises:
+        UserError: the one asked for is missing or damaged, or `auto` sees only damaged ones
+            (starting over would throw away a run that may still be saved by hand).
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return _newest(folder, progress)
+    if resume.isascii() and resume.isdigit():
+        return _by_step(folder, int(resume), progress)
+    return _by_path(Path(resume).expanduser(), progress)
+
+
+def _newest(folder: Path, progress: Progress | None) -> Found | None:
+    skipped: list[str] = []
+    damaged = False
+    for step, path in step_folders(folder).items():
+        try:
+            manifest = verify(path, progress)
+        except Unverified as reason:
+            skipped.append(f"skipped {path}: {reason}")
+            damaged = damaged or (path / MANIFEST_NAME).exists()
+            continue
+        chosen = f"resuming from {path}: the newest checkpoint that verifies"
+        return Found(path, step, manifest, [*skipped, chosen])
+    if damaged:
+        raise UserError(
+            Problem(
+                f"no checkpoint in {folder} verifies: " + "; ".join(skipped),
+                "at least one undamaged checkpoint, or none at all",
+                "restore a copy, resume from another run with --resume PATH,"
+                " or start over with --resume never",
+            )
+        )
+    return None
+
+
+def _by_step(folder: Path, step: int, progress: Progress | None) -> Found:
+    folders = step_folders(folder)
+    if step not in folders:
+        raise UserError(
+            Problem(
+                f"--resume {step}: {folder} has no checkpoint of step {step}",
+                _available(folder),
+                "--resume auto takes the newest that verifies",
+            )
+        )
+    return _verified(folders[step], f"--resume {step}", progress)
+
+
+def _by_path(path: Path, progress: Progress | None) -> Found:
+    asked = f"--resume {path}"
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        allowed = "auto, never, a step number, or a path to a checkpoint or run folder"
+        raise UserError(Problem(f"{asked} {what}", allowed))
+    if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
+        return _verified(path, asked, progress)
+    inner = path / CHECKPOINTS_NAME if (path / CHECKPOINTS_NAME).is_dir() else path
+    found = _newest(inner, progress)
+    if found is None:
+        raise UserError(
+            Problem(
+                f"{asked}: no checkpoint in {inner}",
+                f"a folder with {MANIFEST_NAME}, or a run folder with"
+                f" {CHECKPOINTS_NAME}/{step_name(20)} or the like",
+            )
+        )
+    return found
+
+
+def _verified(path: Path, asked: str, progress: Progress | None) -> Found:
+    try:
+        manifest = verify(path, progress)
+    except Unverified as reason:
+        raise UserError(
+            Problem(
+                f"{asked}: {path} does not verify: {reason}",
+                _available(path.parent),
+                "--resume auto takes the newest that verifies",
+            )
+        ) from None
+    return Found(path, int(manifest["step"]), manifest, [f"resuming from {path}: {asked}"])
+
+
+def _available(folder: Path) -> str:
+    steps = sorted(step_folders(folder))
+    return "steps " + ", ".join(map(str, steps)) if steps else "none there yet"

@@ -1,0 +1,183 @@
+"""Model and optimizers as one set of named tensors, and back.
+
+Names: `model.<parameter>` and `optimizer.<parameter>.<key>`, with the parameter's name as the
+model file has it: wrappers that compile or recompute leave no trace, and neither do parameter
+groups or the number of optimizers. A tied parameter is there once, under its first name. The
+tensors are the live ones, so that loading fills the model in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.checkpoint.ranks import Ranks
+from armillary.checkpoint.tensors import (
+    Stored,
+    flatten,
+    read_tensors,
+    require_match,
+    stored_tensors,
+)
+
+if TYPE_CHECKING:
+    from armillary.checkpoint.find import Found
+    from armillary.checkpoint.store import CheckpointStore
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+State = dict[str, dict[str, Tensor]]
+
+
+def gather_state(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> State:
+    """`{"model": {name: tensor}, "optimizer": {name.key: tensor}}`, live and detached.
+
+    Counters that an optimizer keeps as python numbers become scalar tensors; `apply_state` puts
+    them back.
+    """
+    named = _named_tensors(model)
+    state: State = {"model": {name: tensor.detach() for name, tensor in named.items()}}
+    if optimizers:
+        state["optimizer"] = {
+            f"{name}.{key}": _as_tensor(value, f"{name}.{key}")
+            for name, values in _optimizer_states(named, optimizers)
+            for key, value in values.items()
+        }
+    return state
+
+
+def apply_state(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Ends a load into `gather_state`'s tensors: puts python numbers back into the optimizers."""
+    for name, values in _optimizer_states(_named_tensors(model), optimizers):
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                loaded = state["optimizer"][f"{name}.{key}"].item()
+                values[key] = type(value)(loaded)
+
+
+def initialise_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Creates the state of parameters that have not been stepped yet, for a load to fill.
+
+    Takes a step at learning rate 0 with gradients 0, as optimizers make their state in `step` and
+    only they know its shapes, dtypes and devices. Rates and gradients are as before on return;
+    counters are not 0, so only a load that overwrites them may follow.
+    """
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        fresh = {p for p in parameters if p.requires_grad and not optimizer.state.get(p)}
+        if not fresh:
+            continue
+        gradients = [p.grad for p in parameters]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        try:
+            for p in parameters:
+                p.grad = torch.zeros_like(p) if p in fresh else None
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+            optimizer.step()
+        finally:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def restore_training(
+    store: CheckpointStore, found: Found, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, Any], bytes | None]:
+    """Loads a checkpoint into a model and its optimizers, exactly, on whatever mesh they are.
+
+    A parameter without any optimizer state in the checkpoint had none when it was written (it never
+    got a gradient) and has none afterwards. Returns the store's scalars and this rank's random
+    states, if the checkpoint has any for it.
+
+    Raises:
+        UserError: names, shapes or dtypes differ; nothing was loaded.
+    """
+    stored = stored_tensors(found.path)
+    initialise_optimizers(optimizers)
+    named = _named_tensors(model)
+    _drop_states_never_made(named, optimizers, stored, found.step)
+    state = gather_state(model, optimizers)
+    result = store.load(found, state)
+    apply_state(state, model, optimizers)
+    return result
+
+
+def restore_model(found: Found, model: nn.Module) -> None:
+    """Loads the weights alone, for inference; in one process or, called by all ranks, in many.
+
+    Raises:
+        UserError: names, shapes or dtypes differ; nothing was loaded.
+    """
+    wanted = flatten(gather_state(model))
+    require_match(found.path, wanted, stored_tensors(found.path), ignore=("optimizer.",))
+    ranks = Ranks()
+    try:
+        read_tensors(found.path, wanted, ranks.group)
+    finally:
+        ranks.close()
+
+
+def _drop_states_never_made(
+    named: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    stored: Mapping[str, Stored],
+    step: int,
+) -> None:
+    names = {id(tensor): name for name, tensor in named.items()}
+    for optimizer in optimizers:
+        held = {
+            p: any(key.startswith(f"optimizer.{names[id(p)]}.") for key in stored)
+            for p in list(optimizer.state)
+        }
+        if step == 0 or any(held.values()):
+            for p in [p for p, is_held in held.items() if not is_held]:
+                del optimizer.state[p]
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, tied ones once."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    # keep_vars: the parameters themselves, to be recognised in the optimizers. state_dict rather
+    # than named_parameters: data sharding's hooks see to it that these are the sharded ones.
+    for wrapped, tensor in model.state_dict(keep_vars=True).items():
+        name = wrapped
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        assert isinstance(tensor, Tensor), f"{name}: extra state is not supported"
+        assert name not in named, f"two parameters are called {name}"
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            named[name] = tensor
+    return named
+
+
+def _optimizer_states(
+    named: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+) -> list[tuple[str, dict[str, Any]]]:
+    names = {id(tensor): name for name, tensor in named.items()}
+    parameters = [
+        (optimizer, p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+    strangers = [tuple(p.shape) for _, p in parameters if id(p) not in names]
+    assert not strangers, f"optimizers hold parameters that the model does not: {strangers}"
+    assert len({id(p) for _, p in parameters}) == len(parameters), "two optimizers share parameters"
+    return [
+        (names[id(p)], optimizer.state[p]) for optimizer, p in parameters if p in optimizer.state
+    ]
+
+
+def _as_tensor(value: object, name: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    assert isinstance(value, int | float), f"optimizer state {name} is a {type(value).__name__}"
+    return torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,63 @@
+"""The recipe part of a command line, the same for every command that takes a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from armillary.foundation.errors import Problem, UserError
+from armillary.recipe.overrides import apply, split_options
+from armillary.recipe.recipe import Recipe
+from armillary.recipe.registry import get
+from armillary.recipe.toml import read_toml
+
+DEFAULT_RECIPE = "starter"
+FROM_FILE = "from_file"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A recipe with everything applied that was typed."""
+
+    recipe: Recipe
+    name: str
+    """What it was called: a registered name, `file.py:function`, or the TOML file."""
+
+
+def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:
+    """Reads `[RECIPE] [--from-file FILE.toml ...] [--LEAF VALUE ...]`.
+
+    Values apply in order: the recipe, the files, the command line. Without a recipe, the files are
+    the whole of it; without files too, it is `default`.
+
+    Raises:
+        UserError: with every problem of the values at once.
+    """
+    words, typed = split_options(tokens)
+    if len(words) > 1:
+        raise UserError(
+            Problem(
+                f"more than one recipe: {', '.join(words)}",
+                allowed="one word, first; a value follows its --name",
+                fix=f"{words[0]} first, then --NAME VALUE",
+            )
+        )
+    files: list[str] = []
+    for option in typed:
+        if option.path == (FROM_FILE,):
+            if not option.value:
+                raise UserError(Problem("--from-file needs a value", allowed="a TOML file of recipe values"))
+            files.append(option.value)
+    options = [option for option in typed if option.path != (FROM_FILE,)]
+    if not words and not files and default is None:
+        raise UserError(Problem("no recipe is given", fix="armillary recipes list"))
+    name = words[0] if words else (files[0] if files else str(default))
+    base = Recipe() if not words and files else get(name)
+    return Resolved(apply(base, [read_toml(file) for file in files], options), name)
+
+
+def resolve_each(tokens: Sequence[str]) -> list[Resolved]:
+    """Reads `RECIPE RECIPE ... [--LEAF VALUE ...]`: the same values over each recipe."""
+    words, _ = split_options(tokens)
+    rest = [token for token in tokens if token not in words]
+    return [resolve([word, *rest]) for word in words]

@@ -1,0 +1,1 @@
+"""Corpora -> documents -> tokens on disk -> packed samples -> batches. See docs/data.md."""

@@ -1,0 +1,79 @@
+"""Data: the part of a recipe that says what is read, how it is tokenised, packed and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from armillary.data.corpus import CorpusConfig, Part
+from armillary.data.corpus_jsonl import JsonLines
+from armillary.data.corpus_mixture import Mixture
+from armillary.data.corpus_tables import HuggingFace, Parquet
+from armillary.data.corpus_text import StandardLibrary, Text
+from armillary.data.packing import BestFit, Concatenate, PackingConfig
+from armillary.data.tokenizer import TokenizerConfig
+from armillary.data.tokenizer_bytes import Bytes
+from armillary.data.tokenizer_subword import Bpe, File
+from armillary.foundation.errors import Problem
+
+__all__ = [
+    "BestFit",
+    "Bpe",
+    "Bytes",
+    "Concatenate",
+    "CorpusConfig",
+    "Data",
+    "File",
+    "HuggingFace",
+    "JsonLines",
+    "Mixture",
+    "PackingConfig",
+    "Parquet",
+    "Part",
+    "StandardLibrary",
+    "Text",
+    "TokenizerConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """What is trained on."""
+
+    corpus: CorpusConfig = field(default_factory=StandardLibrary)
+    """Where documents come from."""
+    tokenizer: TokenizerConfig = field(default_factory=Bpe)
+    """How text becomes token ids."""
+    packing: PackingConfig = field(default_factory=Concatenate)
+    """How documents fill samples of equal length."""
+    bos: bool = True
+    """Whether each document begins with the tokenizer's BOS."""
+    eos: bool = True
+    """Whether each document ends with the tokenizer's EOS."""
+    validation_fraction: float = 0.05
+    """Share of documents held out for validation, by hash of their ids, in [0, 1)."""
+    cache: str = ""
+    """Folder for token stores; empty: below $ARMILLARY_CACHE or ~/.cache/armillary."""
+    workers: int = 0
+    """Processes that read and tokenise; 0 is one for each core."""
+    prefetch: int = 2
+    """Batches prepared ahead of the step; 0 prepares each when it is needed."""
+    shuffle: bool = True
+    """Whether samples come in a random order that the seed decides."""
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the values themselves."""
+        found = []
+        if not 0 <= self.validation_fraction < 1:
+            found.append(
+                Problem(
+                    f"data.validation_fraction = {self.validation_fraction}",
+                    "0 (no validation) up to, not including, 1",
+                    "--data.validation_fraction 0.05",
+                )
+            )
+        found += [
+            Problem(f"data.{name} = {value}", "0 or more")
+            for name, value in (("workers", self.workers), ("prefetch", self.prefetch))
+            if value < 0
+        ]
+        return found

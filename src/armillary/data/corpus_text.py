@@ -1,0 +1,115 @@
+"""Corpora of plain files: the installed Python standard library, and text files by glob."""
+
+from __future__ import annotations
+
+import io
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from armillary.data.corpus import (
+    CorpusConfig,
+    Document,
+    FoundFile,
+    Source,
+    check_bad_text,
+    decode_text,
+    find_files,
+    found_file,
+    unreadable,
+)
+from armillary.foundation.component import component
+from armillary.foundation.errors import Problem, UserError
+
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@component("stdlib")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandardLibrary(CorpusConfig):
+    """Source text of the installed Python standard library, tests included: one file a document."""
+
+    folder: str = ""
+    """Folder of the library; empty is that of the running Python."""
+
+    def sources(self) -> list[Source]:
+        """See `CorpusConfig.sources`."""
+        root = Path(self.folder or sysconfig.get_path("stdlib")).expanduser().absolute()
+        found: list[FoundFile] = []
+        for folder, below, files in os.walk(root):
+            below[:] = [name for name in below if name not in _NOT_THE_LIBRARY]
+            found += [
+                found_file(Path(folder, name), root) for name in files if name.endswith(".py")
+            ]
+        if not found:
+            raise UserError(
+                Problem(
+                    f"data.corpus (stdlib): {root} holds no .py file",
+                    "a Python installation with its library as source text",
+                    "install the library's source, or --data.corpus text --data.corpus.files GLOB",
+                )
+            )
+        found.sort(key=lambda file: os.fsencode(file.name))
+        return [file.source() for file in found]
+
+    def read(self, source: Source) -> Iterator[Document | Problem]:
+        """See `CorpusConfig.read`."""
+        try:
+            raw = Path(source.path).read_bytes()
+        except OSError as error:
+            yield unreadable(source.path, error)
+            return
+        yield Document(source.name, decode_python_source(raw))
+
+
+def decode_python_source(raw: bytes) -> str:
+    """A module's text: UTF-8, else the encoding it declares, else UTF-8 with replacements."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        pass
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+        text.encode("utf-8")
+        return text
+    except (SyntaxError, LookupError, UnicodeError):
+        return raw.decode("utf-8", "replace")
+
+
+@component("text")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text(CorpusConfig):
+    """Text files by glob: one file a document, or many where a separator is given."""
+
+    files: tuple[str, ...] = ()
+    """Globs; ** also matches folders below, ~ is the home folder."""
+    separator: str = ""
+    """Text between two documents of one file (\\n is a new line); empty: a file is one document."""
+    on_bad_text: str = "error"
+    """What to do with a document that is not UTF-8: error, replace (with U+FFFD) or skip."""
+
+    def sources(self) -> list[Source]:
+        """See `CorpusConfig.sources`."""
+        check_bad_text(self.on_bad_text)
+        return [file.source() for file in find_files(self.files)]
+
+    def read(self, source: Source) -> Iterator[Document | Problem]:
+        """See `CorpusConfig.read`."""
+        try:
+            raw = Path(source.path).read_bytes()
+        except OSError as error:
+            yield unreadable(source.path, error)
+            return
+        separator = self.separator.replace("\\n", "\n").replace("\\t", "\t").encode()
+        offset = 0
+        for part in raw.split(separator) if separator else [raw]:
+            text = decode_text(part, source.path, self.on_bad_text, offset)
+            if isinstance(text, Problem):
+                yield text
+            elif text is not None:
+                yield Document(f"{source.name}@{offset}" if separator else source.name, text)
+            offset += len(part) + len(separator)

@@ -1,0 +1,255 @@
+"""Packed samples by global position. Batches are pure functions of positions; there is no state.
+
+Training runs over positions 0, 1, 2, ... for ever. Which sample stands at a position follows from
+(seed, epoch, position) alone (see order.py), so the whole data state of a run is one cursor, the
+next position, and a fingerprint that says over what it counts. World size, microbatches and
+prefetching decide who reads a position and when, never what stands there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from armillary.data import order
+from armillary.data.batch import IGNORED, Batch
+from armillary.data.mixture import Mixture
+from armillary.data.packing import Concatenate, PackingConfig, PieceRows, Sample
+from armillary.data.splits import Split
+from armillary.foundation.errors import Problem, UserError
+from armillary.models.layers.documents import Documents
+
+Integers = NDArray[np.int64]
+
+ID_BITS = 40
+"""A sample's id is corpus * 2**ID_BITS + its index in the corpus' packing."""
+
+_PADDING_ID = -1
+_VALIDATION_SEED = 0x5EED
+
+
+class PackedDataset:
+    """The training samples of one corpus, or of a mixture of corpora.
+
+    Args:
+        splits: the tokens of each corpus.
+        packing: how documents become samples.
+        seq_len: inputs in a sample.
+        seed: of the order; each epoch of each corpus has an order of its own.
+        shuffle: False keeps the order of the packing, in every epoch.
+        weights: how often each corpus is sampled, in proportion; None is by number of samples.
+        source: fingerprint of the stores that the splits come from.
+
+    Raises:
+        UserError: a corpus does not hold one sample, or a weight is impossible.
+    """
+
+    def __init__(
+        self,
+        splits: Split | Sequence[Split],
+        packing: PackingConfig | None = None,
+        *,
+        seq_len: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        weights: Sequence[float] | None = None,
+        source: str = "",
+    ) -> None:
+        self._splits = [splits] if isinstance(splits, Split) else list(splits)
+        config = packing or Concatenate()
+        self._plans = [config.build(s.document_offsets, seq_len) for s in self._splits]
+        self._seed, self._shuffle, self.seq_len = seed, shuffle, seq_len
+        sizes = [plan.n_samples for plan in self._plans]
+        self._mixture = Mixture(weights if weights is not None else sizes)
+        assert len(self._mixture.counts) == len(self._splits), "one weight for each corpus"
+        self.samples_per_epoch = sum(sizes)
+        """Samples of all corpora together. In a mixture each corpus has epochs of its own."""
+        self.fingerprint = _digest(
+            "training", source, seq_len, seed, shuffle, self._mixture.counts, config,
+            *(part for s, p in zip(self._splits, self._plans, strict=True)
+              for part in (s.n_tokens, s.n_documents, p.fingerprint)),
+        )  # fmt: skip
+        """SHA-256 of all that decides which tokens stand at a position."""
+
+    def sample_ids(self, positions: Sequence[int] | Integers) -> tuple[int, ...]:
+        """The ids of the samples at global positions."""
+        corpora, samples = self._locate(np.asarray(positions, dtype=np.int64))
+        return tuple(((corpora << ID_BITS) + samples).tolist())
+
+    def epochs(self, position: int) -> tuple[float, ...]:
+        """How many times each corpus has been read when the cursor stands at `position`."""
+        return tuple(
+            self._mixture.count_before(position, corpus) / plan.n_samples
+            for corpus, plan in enumerate(self._plans)
+        )
+
+    def batch(self, first: int, last: int, rows: Sequence[int] | None = None) -> Batch:
+        """The samples at global positions [first, last), or those of `rows` counted from `first`.
+
+        A rank of many asks for its own rows; all ranks' rows together are the same global batch.
+        """
+        assert 0 <= first < last
+        chosen = range(last - first) if rows is None else rows
+        positions = np.fromiter((first + row for row in chosen), np.int64, len(chosen))
+        assert positions.size == 0 or (positions.min() >= first and positions.max() < last)
+        corpora, samples = self._locate(positions)
+        return _assemble(
+            [
+                (self._splits[corpus], self._plans[corpus].sample(sample))
+                for corpus, sample in zip(corpora.tolist(), samples.tolist(), strict=True)
+            ],
+            ((corpora << ID_BITS) + samples).tolist(),
+            self.seq_len,
+        )
+
+    def _locate(self, positions: Integers) -> tuple[Integers, Integers]:
+        """(corpus, sample of its packing) at each global position."""
+        corpora, local = self._mixture.locate(positions)
+        samples = np.empty_like(local)
+        for corpus, plan in enumerate(self._plans):
+            here = corpora == corpus
+            epochs, within = np.divmod(local[here], plan.n_samples)
+            samples[here] = (
+                order.index(_corpus_seed(self._seed, corpus), epochs, within, plan.n_samples)
+                if self._shuffle
+                else within
+            )
+        return corpora, samples
+
+
+class ValidationDataset:
+    """Held-out documents, every token of them (but each document's first) scored exactly once.
+
+    Rows do not depend on the packing of the training data, nor on seed, mesh or batch: the same
+    documents and the same sum of losses for everyone. Documents longer than a row are read in
+    windows that begin every `stride` inputs and score only what no earlier window scored, so that
+    seq_len - stride inputs of context come before what is scored.
+
+    Args:
+        split: the held-out split.
+        seq_len: inputs in a row.
+        stride: inputs between windows of one document; None is seq_len, no context.
+        limit: rows' worth of tokens at most: whole documents, a fixed pseudo-random choice, at
+            least one; 0 is the whole split.
+        source: fingerprint of the store that the split comes from.
+
+    Raises:
+        UserError: nothing in the split can be scored.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        seq_len: int,
+        stride: int | None = None,
+        limit: int = 0,
+        source: str = "",
+    ) -> None:
+        self._split, self.seq_len = split, seq_len
+        documents = _choose_documents(split, limit * seq_len)
+        self._plan = PieceRows(
+            split.document_offsets, seq_len, stride=stride or seq_len, documents=documents
+        )
+        self.n_rows = self._plan.n_samples
+        """Rows that hold something to score."""
+        self.n_tokens = self._plan.n_scored
+        """Labels that are scored, the denominator of the loss."""
+        self.n_bytes = int(split.document_bytes[documents].sum())
+        """Bytes of the text of the documents, the denominator of bits per byte."""
+        self.documents = documents
+        """Indices of the documents in the split."""
+        self.fingerprint = _digest("validation", source, split.n_tokens, self._plan.fingerprint)
+        """SHA-256 of all that decides what is scored."""
+
+    def batch(self, first: int, last: int, rows: Sequence[int] | None = None) -> Batch:
+        """Rows [first, last), or those of `rows` counted from `first`.
+
+        Rows from n_rows on are padding that scores nothing, so that all ranks can make the same
+        number of calls.
+        """
+        assert 0 <= first < last
+        chosen = [first + row for row in (range(last - first) if rows is None else rows)]
+        return _assemble(
+            [
+                (self._split, self._plan.sample(row)) if row < self.n_rows else None
+                for row in chosen
+            ],
+            [row if row < self.n_rows else _PADDING_ID for row in chosen],
+            self.seq_len,
+        )
+
+
+def _assemble(
+    samples: Sequence[tuple[Split, Sample] | None], sample_ids: list[int], seq_len: int
+) -> Batch:
+    """Reads the tokens of the samples; None is a row of padding."""
+    tokens = np.zeros((len(samples), seq_len), dtype=np.int64)  # [B, S]
+    labels = np.full((len(samples), seq_len), IGNORED, dtype=np.int64)  # [B, S]
+    lengths: list[tuple[int, ...]] = []
+    for row, entry in enumerate(samples):
+        if entry is None:
+            lengths.append((seq_len,))
+            continue
+        split, sample = entry
+        size = len(sample.scored)
+        tokens[row, :size] = split.tokens[sample.inputs]
+        following = _following(split.tokens, sample.inputs)
+        labels[row, : len(following)] = following
+        labels[row, :size][~sample.scored] = IGNORED
+        padding = seq_len - size
+        lengths.append((*sample.lengths, padding) if padding else sample.lengths)
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        documents=Documents.from_lengths(tuple(lengths)),
+        sample_ids=tuple(sample_ids),
+    )
+
+
+def _following(stream: NDArray[Any], inputs: slice | Integers) -> NDArray[Any]:
+    """The next token of each input; shorter by one where the stream ends with the last input."""
+    following: NDArray[Any] = (
+        stream[inputs.start + 1 : inputs.stop + 1]
+        if isinstance(inputs, slice)
+        else stream[inputs + 1]
+    )
+    return following
+
+
+def _choose_documents(split: Split, inputs: int) -> Integers:
+    """Documents with something to score, at most `inputs` of it (0: all), in order."""
+    sizes = np.diff(split.document_offsets) - 1
+    documents = np.flatnonzero(sizes > 0)
+    if not documents.size:
+        raise UserError(
+            Problem(
+                f"the validation split has {split.n_tokens} tokens in {split.n_documents} "
+                "documents: nothing to score",
+                "at least one document of 2 tokens",
+                "--data.validation-fraction 0.1, or a larger corpus",
+            )
+        )
+    if inputs:
+        mixed = documents[
+            order.index(_VALIDATION_SEED, 0, np.arange(len(documents)), len(documents))
+        ]
+        chosen = mixed[np.cumsum(sizes[mixed]) <= inputs]
+        if not chosen.size:
+            chosen = mixed[[np.argmin(sizes[mixed])]]
+        documents = np.sort(chosen)
+    return documents
+
+
+def _corpus_seed(seed: int, corpus: int) -> int:
+    """Corpora of a mixture have orders of their own; the first keeps the run's seed."""
+    return seed + corpus * 0x632BE59BD9B4E019
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()

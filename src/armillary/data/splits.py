@@ -1,0 +1,114 @@
+"""Split: the tokens of many documents end to end, and where each document begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+
+class TextTable(Sequence[str]):
+    """Strings read on demand from one file: text end to end, and where each string begins."""
+
+    def __init__(self, text: NDArray[np.uint8], offsets: Integers) -> None:
+        self._text = text
+        self._offsets = offsets  # [N + 1]
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        start, end = self._offsets[position], self._offsets[position + 1]
+        return self._text[start:end].tobytes().decode("utf-8", "surrogateescape")
+
+
+class Split:
+    """One split of one corpus: a token stream, read from disk as needed, and its documents.
+
+    Documents come in the order of their ids' UTF-8 bytes. A document's tokens include the BOS and
+    EOS that the recipe asks for; its bytes are those of its text in UTF-8.
+
+    Args:
+        tokens: [T] unsigned integers (uint16 or uint32), usually a memory map.
+        document_offsets: [N + 1] where each document begins in `tokens`; the last is T.
+        document_bytes: [N] UTF-8 bytes of each document's text.
+        ids: the N document ids.
+        text: the documents' UTF-8 text end to end (held-out splits only), in memory or as a file.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        document_offsets: Integers | Sequence[int],
+        document_bytes: Integers | Sequence[int] | None = None,
+        ids: Sequence[str] | None = None,
+        text: bytes | Path | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.document_offsets: Integers = np.asarray(document_offsets, dtype=np.int64)
+        count = len(self.document_offsets) - 1
+        self.document_bytes: Integers = (
+            np.diff(self.document_offsets)
+            if document_bytes is None
+            else np.asarray(document_bytes, dtype=np.int64)
+        )
+        self.ids: Sequence[str] = [str(i) for i in range(count)] if ids is None else ids
+        self._text = text
+        assert count >= 0, "document_offsets holds at least the 0 at which documents begin"
+        assert int(self.document_offsets[0]) == 0
+        assert int(self.document_offsets[-1]) == len(tokens)
+        assert len(self.document_bytes) == count
+        assert len(self.ids) == count
+
+    @property
+    def n_documents(self) -> int:
+        """How many documents, those without text included."""
+        return len(self.document_offsets) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens, BOS and EOS included."""
+        return len(self.tokens)
+
+    @property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of all documents' text: the denominator of bits per byte."""
+        return int(self.document_bytes.sum())
+
+    def document(self, index: int) -> NDArray[Any]:
+        """The tokens of one document."""
+        tokens: NDArray[Any] = self.tokens[
+            self.document_offsets[index] : self.document_offsets[index + 1]
+        ]
+        return tokens
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the store kept the exact text (it does for held-out documents)."""
+        return self._text is not None
+
+    def documents_bytes(self) -> Iterator[bytes]:
+        """The exact UTF-8 text of each document, in order; only where the store kept it."""
+        if self._text is None:
+            raise ValueError("only the validation split keeps the text of its documents")
+        if isinstance(self._text, bytes):
+            start = 0
+            for length in self.document_bytes.tolist():
+                yield self._text[start : start + length]
+                start += length
+            return
+        with self._text.open("rb") as file:
+            for length in self.document_bytes.tolist():
+                yield file.read(length)

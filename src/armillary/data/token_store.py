@@ -1,0 +1,182 @@
+"""A finished token store: what is in its folder, opened and verified.
+
+manifest.json                format, key, what it was made from, counts, sizes and SHA-256s
+tokenizer/                   see `save_tokenizer`
+part-0/train/tokens.npy      all documents' token ids end to end (uint16, or uint32)
+             offsets.npy     where each document begins in tokens; int64 [N + 1]
+             bytes.npy       UTF-8 bytes of each document's text; int64 [N]
+             ids.txt         the documents' ids end to end
+             id_offsets.npy  where each id begins; int64 [N + 1]
+part-0/validation/...        the same, and text.bin: the held-out documents' text end to end
+part-1/...                   further parts, for a mixture
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armillary.data.splits import Split, TextTable
+from armillary.data.tokenizer import Tokenizer, load_tokenizer
+from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.files import sha256_of
+from armillary.foundation.progress import NoProgress, Progress
+
+FORMAT = 1
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A corpus as tokens on disk; one train and one validation split for each of its parts."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: tuple[Split, ...]
+    """By part; one unless the corpus is a mixture."""
+    validation: tuple[Split, ...]
+    weights: tuple[float, ...]
+    """By part, as the recipe that opened the store says; not part of the store."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that the store was made from: documents, tokenizer, split, BOS and EOS."""
+        key: str = self.manifest["key"]
+        return key
+
+    @property
+    def corpus_fingerprint(self) -> str:
+        """SHA-256 over the documents' ids and contents, whatever the tokenizer."""
+        fingerprint: str = self.manifest["corpus_fingerprint"]
+        return fingerprint
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the store."""
+        return load_tokenizer(self.folder / TOKENIZER_FOLDER)
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """`train` and `validation` of a store with one part."""
+        assert len(self.train) == 1, "a mixture has several parts: use .train and .validation"
+        return {"train": self.train[0], "validation": self.validation[0]}
+
+
+def open_store(folder: Path | str, weights: tuple[float, ...] | None = None) -> TokenStore:
+    """Opens a finished store; tokens are mapped, not read.
+
+    Raises:
+        UserError: the folder is no token store, of another format, or files are missing or cut.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    problems = [
+        Problem(f"{folder / name} is missing or cut short", fix="build the store again")
+        for name, found in manifest["files"].items()
+        if _size(folder / name) != found["bytes"]
+    ]
+    if problems:
+        raise UserError(problems)
+    parts = [folder / f"part-{index}" for index in range(len(manifest["parts"]))]
+    return TokenStore(
+        folder=folder,
+        manifest=manifest,
+        train=tuple(_open_split(part / "train") for part in parts),
+        validation=tuple(_open_split(part / "validation") for part in parts),
+        weights=weights or (1.0,) * len(parts),
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store.
+
+    Raises:
+        UserError: the folder is no token store, or of another format.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(
+            Problem(
+                f"{folder} is not a token store: {path.name}: {error.strerror}",
+                "a folder that `armillary data build` made",
+            )
+        ) from error
+    except ValueError as error:
+        raise UserError(Problem(f"{path} is damaged: {error}")) from error
+    if not isinstance(found, dict) or not {"format", "key", "parts", "files"} <= found.keys():
+        raise UserError(Problem(f"{path} is not the manifest of a token store"))
+    if found["format"] != FORMAT:
+        raise UserError(
+            Problem(
+                f"{folder} has format {found['format']}",
+                f"format {FORMAT}",
+                "build it again with this version",
+            )
+        )
+    return found
+
+
+def verify(folder: Path | str, progress: Progress | None = None) -> list[Problem]:
+    """Compares every file of a store with the manifest's sizes and SHA-256s; [] when all agree."""
+    folder = Path(folder)
+    files = read_manifest(folder)["files"]
+    problems = []
+    total = sum(found["bytes"] for found in files.values())
+    with (progress or NoProgress()).task("verifying", total, "B") as advance:
+        for name, found in sorted(files.items()):
+            size = _size(folder / name)
+            if size is None:
+                problems.append(Problem(f"{folder / name} is missing"))
+            elif size != found["bytes"]:
+                problems.append(
+                    Problem(f"{folder / name} has {size} bytes", f"{found['bytes']} bytes")
+                )
+            elif (digest := sha256_of(folder / name)) != found["sha256"]:
+                problems.append(
+                    Problem(
+                        f"{folder / name} has changed: SHA-256 {digest[:12]}...",
+                        f"{found['sha256'][:12]}...",
+                    )
+                )
+            advance(found["bytes"])
+    return problems
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _open_split(folder: Path) -> Split:
+    text = folder / "text.bin"
+    identifiers: NDArray[np.uint8] = _map_bytes(folder / "ids.txt")
+    return Split(
+        tokens=_load(folder / "tokens.npy"),
+        document_offsets=_load(folder / "offsets.npy"),
+        document_bytes=_load(folder / "bytes.npy"),
+        ids=TextTable(identifiers, _load(folder / "id_offsets.npy")),
+        text=text if text.exists() else None,
+    )
+
+
+def _load(path: Path) -> NDArray[Any]:
+    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return found
+
+
+def _map_bytes(path: Path) -> NDArray[np.uint8]:
+    if path.stat().st_size == 0:
+        return np.zeros(0, np.uint8)
+    return np.memmap(path, np.uint8, mode="r")

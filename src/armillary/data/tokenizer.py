@@ -1,0 +1,146 @@
+"""The tokenizer slot, the protocol of what it builds, and tokenizers on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from armillary.foundation.component import Component, name_of
+from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.files import write_atomically
+
+DESCRIPTION_FILE = "armillary_tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
+
+Ids = NDArray[Any]
+"""The ids of one text: one-dimensional, unsigned integers."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Never adds BOS or EOS by itself, nor reads them out of text."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, special tokens included."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a document, where the vocabulary has one."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id that ends a document, where the vocabulary has one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides which ids a text gets."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of many texts, as arrays of unsigned integers."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+
+    def files(self) -> dict[str, str]:
+        """What `save_tokenizer` writes: file name to content."""
+
+
+class TokenizerConfig(Component, ABC):
+    """Slot `data.tokenizer`: how text becomes token ids."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def build(self, texts: Iterable[str] = ()) -> Tokenizer:
+        """The tokenizer.
+
+        Args:
+            texts: training documents, `text_needed()` bytes of them in all.
+
+        Raises:
+            UserError: the configuration, or the file that it names, is wrong.
+        """
+
+    def text_needed(self) -> int:
+        """UTF-8 bytes of training text that `build` wants; 0 for a tokenizer that is ready."""
+        return 0
+
+    @abstractmethod
+    def expected_vocab_size(self) -> int:
+        """The vocabulary's size before anything is built."""
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the result together with the training text: part of the cache key."""
+        return {"name": name_of(type(self)), **dataclasses.asdict(self)}  # type: ignore[call-overload]  # every component is a dataclass
+
+
+def fingerprint_of(files: dict[str, str]) -> str:
+    """SHA-256 over named contents."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        content = files[name].encode()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def description(kind: str, bos_id: int | None, eos_id: int | None) -> str:
+    """The small JSON file that says which ids begin and end a document."""
+    return json.dumps({"kind": kind, "bos_id": bos_id, "eos_id": eos_id}, indent=2) + "\n"
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a tokenizer into a folder, which is made; `tokenizer.json` works with other tools."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = tokenizer.files()
+    for name in sorted(files, key=lambda name: name == DESCRIPTION_FILE):  # the description last
+        write_atomically(folder / name, files[name])
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Reads what `save_tokenizer` wrote.
+
+    Raises:
+        UserError: the folder holds no tokenizer, or a damaged one.
+    """
+    from armillary.data.tokenizer_bytes import ByteTokenizer
+    from armillary.data.tokenizer_subword import SubwordTokenizer, parse_tokenizer
+
+    path = folder / DESCRIPTION_FILE
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        kind, bos_id, eos_id = found["kind"], found["bos_id"], found["eos_id"]
+    except OSError as error:
+        raise UserError(Problem(f"no tokenizer in {folder}: {error.strerror}")) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(Problem(f"{path} is damaged ({error!r})")) from error
+    if kind == "bytes":
+        return ByteTokenizer()
+    return SubwordTokenizer(parse_tokenizer(folder / TOKENIZER_FILE), bos_id, eos_id)
+
+
+def check_special_tokens(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> None:
+    """Raises UserError where the recipe asks for a token that the vocabulary lacks."""
+    problems = [
+        Problem(
+            f"data.{name} = true, but the tokenizer has no {name.upper()} token",
+            "a token that the vocabulary holds, by name",
+            f"--data.tokenizer.{name} NAME, or --data.{name} false",
+        )
+        for name, wanted, found in (
+            ("bos", bos, tokenizer.bos_id),
+            ("eos", eos, tokenizer.eos_id),
+        )
+        if wanted and found is None
+    ]
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,1 @@
+"""What every room may lean on: components, errors, progress, files. Imports no torch."""

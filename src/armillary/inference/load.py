@@ -1,0 +1,116 @@
+"""From a run folder or a checkpoint to a model that can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from armillary.checkpoint.find import Found
+from armillary.checkpoint.manifest import (
+    CHECKPOINTS_NAME,
+    Unverified,
+    step_folders,
+    step_of,
+    verify,
+)
+from armillary.checkpoint.state import restore_model
+from armillary.data.tokenizer import Tokenizer, load_tokenizer
+from armillary.foundation.errors import Problem, UserError
+from armillary.models.decoder import Decoder
+from armillary.parallel.materialise import allocate
+from armillary.recipe import Recipe, read_toml
+from armillary.recipe.overrides import apply
+
+RECIPE_FILE = "recipe.toml"
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A model with its weights, and what belongs to it."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    recipe: Recipe
+    checkpoint: Found
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, begun as the documents of the training data began."""
+        bos = self.tokenizer.bos_id if self.recipe.data.bos else None
+        return [*([] if bos is None else [bos]), *self.tokenizer.encode(text)]
+
+
+def load_trained(path: Path, *, step: int | None = None, device: torch.device) -> Trained:
+    """Loads what a run has saved.
+
+    Computes in fp32 on a CPU, elsewhere in the run's own format, weights included.
+
+    Args:
+        path: a run folder, or one of its checkpoints.
+        step: which of the run's checkpoints; None: the newest that verifies.
+        device: where the model will be.
+
+    Raises:
+        UserError: not a run, no such checkpoint, or one that does not verify.
+    """
+    run, found = find_saved(path, step)
+    recipe = apply(Recipe(), [read_toml(run / RECIPE_FILE)])
+    tokenizer = load_tokenizer(run / TOKENIZER_FOLDER)
+    with torch.device("meta"):
+        model = recipe.model.build()
+    allocate(model, device)
+    restore_model(found, model)
+    if device.type != "cpu":
+        model.to(recipe.precision.compute_dtype)
+    return Trained(model=model.eval(), tokenizer=tokenizer, recipe=recipe, checkpoint=found)
+
+
+def find_saved(path: Path, step: int | None = None) -> tuple[Path, Found]:
+    """The run folder that a path belongs to, and the checkpoint to take.
+
+    Raises:
+        UserError: not a run, no such checkpoint, or one that does not verify.
+    """
+    run, own_step = _run_and_step(path)
+    if own_step is not None and step not in (None, own_step):
+        message = f"--step {step}: {path} is the checkpoint of step {own_step}"
+        raise UserError(Problem(message, fix=f"armillary generate {run} --step {step}"))
+    folders = step_folders(run / CHECKPOINTS_NAME)
+    wanted = own_step if step is None else step
+    available = ", ".join(str(each) for each in sorted(folders)) or "none"
+    if wanted is not None and wanted not in folders:
+        message = f"--step {wanted}: {run} has no checkpoint of step {wanted}"
+        raise UserError(Problem(message, f"steps {available}"))
+    reasons = []
+    for each in folders if wanted is None else [wanted]:
+        try:
+            manifest = verify(folders[each])
+        except Unverified as reason:
+            reasons.append(f"{folders[each]} does not verify: {reason}")
+            continue
+        return run, Found(folders[each], each, manifest, reasons)
+    raise UserError(
+        [Problem(reason, f"steps that verify, of {available}") for reason in reasons]
+        or Problem(
+            f"{run} has no checkpoint yet", fix=f"armillary train --run {run}, to its first one"
+        )
+    )
+
+
+def _run_and_step(path: Path) -> tuple[Path, int | None]:
+    """The run folder, and the step when the path names a checkpoint in it."""
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(Problem(f"{path} {what}", "a run folder, or a checkpoint in one"))
+    path = path.resolve()
+    step, run = step_of(path.name), path
+    if step is not None:
+        run = path.parent.parent
+    elif path.name == CHECKPOINTS_NAME:
+        run = path.parent
+    if not (run / RECIPE_FILE).is_file():
+        message = f"{path} is not a run folder or a checkpoint in one: no {run / RECIPE_FILE}"
+        raise UserError(Problem(message, "a folder that `armillary train` wrote"))
+    return run, step

@@ -1,0 +1,238 @@
+"""Starts the ranks of a run on this machine and waits for them. Loads no torch.
+
+torchrun would do too, but it turns every exit code of a rank into 1, and a run that stopped on
+request with its state saved (75) is no failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import IO
+
+from armillary.foundation.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_RUN_ME_AGAIN,
+    Problem,
+    UserError,
+)
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_POLL_SECONDS = 0.02
+_KEPT_LINES = 200
+_TRIES_BEFORE_KILL = 3
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+
+
+def launch(
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    program: Sequence[str] = (sys.executable, "-m", "armillary"),
+    grace_seconds: float = 30.0,
+) -> int:
+    """Runs `program argv` as `nproc` ranks and returns the exit code of the whole.
+
+    Rank 0 speaks through this process' output; what the others say is shown if they fail. SIGINT,
+    SIGTERM and SIGUSR1 are passed on to every rank once each time they come; the third request to
+    stop kills. When a rank fails the others are asked to end, and killed after the grace.
+
+    Returns:
+        The code of the rank that failed first, 128 + N for one that died of signal N; without a
+        failure 75 if any rank asks to be run again, else 0.
+
+    Raises:
+        UserError: fewer than one rank.
+    """
+    if nproc < 1:
+        raise UserError(Problem(f"--nproc {nproc} is not a number of ranks", "1 or more"))
+    ranks: list[_Rank] = []
+    port = _free_port()
+    with _forwarding(ranks) as pass_on:
+        try:
+            for rank in range(nproc):
+                ranks.append(_Rank([*program, *argv], rank, nproc, port))
+            for each in ranks:
+                each.listen()
+            pass_on()
+            first_failed = _wait(ranks, grace_seconds)
+        finally:
+            for each in ranks:
+                each.kill()
+    said_by_main = first_failed is not None and ranks[0].exit_code == EXIT_BAD_INPUT
+    for each in ranks:
+        if not (said_by_main and each.exit_code == EXIT_BAD_INPUT):
+            each.report()
+    if first_failed is not None:
+        return first_failed.exit_code
+    return max((each.exit_code for each in ranks), default=0)
+
+
+class _Rank:
+    """One process, in a session of its own so that a terminal's Ctrl-C reaches it only once."""
+
+    def __init__(self, command: list[str], rank: int, nproc: int, port: int) -> None:
+        self.rank = rank
+        self.asked_to_end = False
+        silent = subprocess.DEVNULL if rank else None
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | _environment(rank, nproc, port),
+            stdin=subprocess.DEVNULL,
+            stdout=silent,
+            stderr=subprocess.PIPE if rank else None,
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),  # noqa: PLW1509  # no thread runs before listen()
+        )
+        self.lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        self.listener: threading.Thread | None = None
+
+    def listen(self) -> None:
+        """Starts to read what the rank says, so that its pipe never fills."""
+        if self.process.stderr is not None:
+            self.listener = threading.Thread(
+                target=_keep, args=(self.process.stderr, self.lines), daemon=True
+            )
+            self.listener.start()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code, 128 + N after signal N."""
+        code = self.process.returncode
+        return 128 - code if code < 0 else code
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and neither finished nor saved its state on request."""
+        code = self.process.poll()
+        return code is not None and code not in (0, EXIT_RUN_ME_AGAIN) and not self.asked_to_end
+
+    def send(self, number: int) -> None:
+        """Passes on a signal, unless the process has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Asks the process to end because another rank failed."""
+        if self.process.poll() is None:
+            self.asked_to_end = True
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """Ends the process and what it started, at once."""
+        if self.process.poll() is None:
+            self.asked_to_end = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def report(self) -> None:
+        """Shows why the rank failed, if it did."""
+        if self.listener is not None:
+            self.listener.join(timeout=1.0)
+        if not self.failed:
+            return
+        code = self.process.returncode
+        how = (
+            f"died of {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        )
+        text = b"".join(self.lines).decode(errors="replace").rstrip()
+        print(
+            f"error: rank {self.rank} {how}", *([text] if text else []), sep="\n", file=sys.stderr
+        )
+
+
+def _wait(ranks: list[_Rank], grace_seconds: float) -> _Rank | None:
+    """Waits for all ranks to end; returns the one that failed first, if any."""
+    first_failed: _Rank | None = None
+    deadline = float("inf")
+    while any(each.process.poll() is None for each in ranks):
+        if first_failed is None:
+            first_failed = next((each for each in ranks if each.failed), None)
+            if first_failed is not None:
+                deadline = time.monotonic() + grace_seconds
+                for each in ranks:
+                    each.end()
+        if time.monotonic() > deadline:
+            for each in ranks:
+                each.kill()
+        time.sleep(_POLL_SECONDS)
+    return first_failed or next((each for each in ranks if each.failed), None)
+
+
+@contextlib.contextmanager
+def _forwarding(ranks: list[_Rank]) -> Iterator[Callable[[], None]]:
+    """Passes signals on to the ranks: from the first call of the yielded function on, as they come,
+    and with that call those that came before, when not all ranks were there."""
+    early: list[int] | None = []
+    requests_to_stop = 0
+
+    def forward(number: int, frame: FrameType | None = None) -> None:
+        nonlocal requests_to_stop
+        if early is not None:
+            early.append(number)
+            return
+        requests_to_stop += number != signal.SIGUSR1
+        for each in ranks:
+            each.send(number if requests_to_stop < _TRIES_BEFORE_KILL else signal.SIGKILL)
+
+    def pass_on() -> None:
+        nonlocal early
+        waiting, early = early or [], None
+        for number in waiting:
+            forward(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield pass_on
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """What a rank needs to find the others, and its share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc))),
+    }
+    if sys.platform == "linux":
+        # All ranks are here: no need to depend on how this machine's name resolves.
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a rank calls first: on Linux, ask for SIGTERM should the launcher be killed."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)  # looked up before the fork
+    return lambda: library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _keep(pipe: IO[bytes], lines: deque[bytes]) -> None:
+    with pipe:
+        lines.extend(pipe)

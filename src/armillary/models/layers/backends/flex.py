@@ -1,0 +1,74 @@
+"""torch's FlexAttention: the mask is a function, and blocks that see nothing are skipped."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from armillary.foundation.errors import Problem, UserError
+from armillary.models.layers.backends.base import Visible
+from armillary.models.layers.documents import Documents
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+class Flex:
+    """`visible` is a BlockMask. On CPU it runs without gradients only (a limit of torch)."""
+
+    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
+        """See `AttentionBackend.problems`."""
+        if device_type == "cpu" and training:
+            return [_NO_GRADIENTS_ON_CPU]
+        if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+            message = "model.attention = flex needs triton on cuda, which is not installed"
+            return [Problem(message, "auto, sdpa, varlen", "--model.attention auto")]
+        return []
+
+    def prepare(self, documents: Documents | None, tokens: Tensor) -> Visible:
+        """See `AttentionBackend.prepare`."""
+        starts = documents.starts if documents else torch.zeros_like(tokens)
+        batch, length = tokens.shape
+
+        def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key >= starts[row, query])
+
+        create = _compiled_create() if tokens.is_cuda else create_block_mask
+        mask: BlockMask = create(visible, batch, None, length, length, device=tokens.device)
+        return mask
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        if query.device.type == "cpu" and query.requires_grad:
+            raise UserError(_NO_GRADIENTS_ON_CPU)
+        mask, grouped = cast("BlockMask", visible), query.shape[1] != key.shape[1]
+        attention: Callable[..., Any] = flex_attention
+        if query.is_cuda:
+            attention = _compiled_attention()
+        out: Tensor = attention(query, key, value, block_mask=mask, enable_gqa=grouped)
+        return out
+
+
+_NO_GRADIENTS_ON_CPU = Problem(
+    "model.attention = flex cannot train on cpu: torch's FlexAttention has no backward pass there",
+    "auto, blocked, sdpa",
+    "--model.attention auto",
+)
+
+
+@functools.cache
+def _compiled_attention() -> Callable[..., Any]:
+    """Only the compiled form is fused; inside a compiled block it is traced along."""
+    return torch.compile(flex_attention)
+
+
+@functools.cache
+def _compiled_create() -> Callable[..., Any]:
+    """Compiled, the mask is reduced to blocks without an S² tensor in between."""
+    return torch.compile(create_block_mask)

@@ -1,0 +1,52 @@
+"""torch's variable-length attention: documents as separate sequences of one flat batch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from armillary.foundation.errors import Problem, UserError
+from armillary.models.layers.backends.base import Visible
+from armillary.models.layers.documents import Documents
+
+
+class Varlen:
+    """`visible` is the documents' cumulative lengths, padded to a power of two. CUDA, 16 bit."""
+
+    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
+        """See `AttentionBackend.problems`."""
+        return [] if device_type == "cuda" else [_cannot(f"there is no kernel for {device_type}")]
+
+    def prepare(self, documents: Documents | None, tokens: Tensor) -> Visible:
+        """See `AttentionBackend.prepare`; documents of no tokens fill up to the power of two."""
+        batch, length = tokens.shape
+        if documents is None:
+            documents = Documents.from_lengths([[length]] * batch, tokens.device)
+        ends = documents.cumulative_lengths()
+        padded = 1 << (ends.numel() - 1).bit_length()
+        return torch.nn.functional.pad(ends, (0, padded - ends.numel()), value=batch * length)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        if query.device.type != "cuda":
+            raise UserError(_cannot(f"there is no kernel for {query.device.type}"))
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            raise UserError(_cannot(f"its kernel computes in 16 bit, not in {query.dtype}"))
+        from torch.nn.attention.varlen import varlen_attn
+
+        batch, heads, length, width = query.shape
+        ends = cast("Tensor", visible)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [T, H, P]
+        grouped = heads != key.shape[1]
+        window = (-1, 0)  # everything before, nothing after: causal
+        out = varlen_attn(
+            q, k, v, ends, ends, length, length, window_size=window, enable_gqa=grouped
+        )
+        return cast("Tensor", out).view(batch, length, heads, width).transpose(1, 2)
+
+
+def _cannot(why: str) -> Problem:
+    message = f"model.attention = varlen cannot run here: {why}"
+    return Problem(message, "auto, blocked, sdpa, flex", "--model.attention auto")

@@ -1,0 +1,78 @@
+"""Which parameters get what: by name, with shell-style patterns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from armillary.foundation.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NO_DECAY = ("*norm.weight", "*.bias", "embedding.weight")
+"""Norms, biases and embeddings: what is not decayed unless the recipe says otherwise."""
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that are treated alike."""
+
+    parameters: list[nn.Parameter]
+    weight_decay: float
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by the names that the model's file gives them; tied ones once."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")  # noqa: PLW2901
+        if parameter.requires_grad:
+            named[name] = parameter
+    return named
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a shell-style pattern (`layers.0.*`) matches the whole name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def split_by_decay(
+    named: dict[str, nn.Parameter], no_decay: Sequence[str], weight_decay: float
+) -> list[Group]:
+    """At most two groups: with weight decay, then without."""
+    decayed = [p for name, p in named.items() if not matches(name, no_decay)]
+    plain = [p for name, p in named.items() if matches(name, no_decay)]
+    return [g for g in (Group(decayed, weight_decay), Group(plain, 0.0)) if g.parameters]
+
+
+def pattern_problems(
+    leaf: str, patterns: Sequence[str], names: Sequence[str], default: Sequence[str]
+) -> list[Problem]:
+    """A problem for each pattern that matches no parameter, unless it is one of the default's."""
+    problems = []
+    for pattern in patterns:
+        if pattern in default or any(fnmatchcase(name, pattern) for name in names):
+            continue
+        near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
+        problems.append(
+            Problem(
+                f"{leaf}: the pattern {pattern!r} matches no parameter of the model",
+                f"a shell-style pattern over parameter names, the nearest being {', '.join(near)}",
+                f"--{leaf} '[\"{near[0]}\"]'" if near else None,
+            )
+        )
+    return problems
+
+
+def range_problems(checks: Iterable[tuple[str, object, bool, str]]) -> list[Problem]:
+    """A problem for each (leaf, value, is right, what is allowed) that is not right."""
+    return [
+        Problem(f"{leaf} = {value}", allowed) for leaf, value, right, allowed in checks if not right
+    ]

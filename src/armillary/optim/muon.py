@@ -1,0 +1,155 @@
+"""Muon for the matrices of the blocks, AdamW for everything else.
+
+Muon replaces a matrix's momentum by the nearest semi-orthogonal matrix (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/; scaling across shapes: Liu et al. 2025, "Muon is
+scalable for LLM training", arXiv 2502.16982).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from armillary.foundation.component import component
+from armillary.foundation.errors import Problem, UserError
+from armillary.optim.adamw import adamw_checks, build_adamw
+from armillary.optim.config import OptimizerConfig
+from armillary.optim.groups import (
+    NO_DECAY,
+    Group,
+    matches,
+    named_parameters,
+    pattern_problems,
+    range_problems,
+    split_by_decay,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from armillary.optim.optimizers import Optimizers
+
+_ADJUSTMENTS = ("match_rms_adamw", "original")
+_DTYPES = ("bfloat16", "float32")
+
+
+@component("muon")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Muon(OptimizerConfig):
+    """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest."""
+
+    lr: float = 2e-3
+    """Peak learning rate of the matrices, before `adjust_lr`."""
+    momentum: float = 0.95
+    """Decay of the momentum per step, in [0, 1)."""
+    nesterov: bool = True
+    """Look one step ahead along the momentum."""
+    weight_decay: float = 0.1
+    """Share of a weight that decays per step and unit of learning rate, matrices and the rest."""
+    adjust_lr: str = "match_rms_adamw"
+    """Factor for a matrix of A rows and B columns: match_rms_adamw is 0.2 sqrt(max(A, B)), so that
+    rates of AdamW can be kept; original is sqrt(max(1, A / B))."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    ns_dtype: str = "bfloat16"
+    """Where the iterations run: bfloat16, as published, or float32."""
+    matrices: tuple[str, ...] = ("layers.*",)
+    """Shell-style patterns of the parameters that Muon updates, of those with two dims."""
+    adamw_lr: float = 2e-3
+    """Peak learning rate of everything else."""
+    adamw_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment per step, in [0, 1)."""
+    adamw_eps: float = 1e-8
+    """AdamW's eps."""
+    no_decay: tuple[str, ...] = NO_DECAY
+    """Shell-style patterns of the parameters without decay: norms, biases and embeddings."""
+
+    def problems(self) -> list[Problem]:
+        """See `OptimizerConfig.problems`."""
+        return range_problems(
+            [
+                ("optimizer.lr", self.lr, self.lr > 0, "a number above 0"),
+                ("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)"),
+                ("optimizer.ns_steps", self.ns_steps, 1 <= self.ns_steps < 100, "1 to 99"),
+                (
+                    "optimizer.adjust_lr",
+                    self.adjust_lr,
+                    self.adjust_lr in _ADJUSTMENTS,
+                    ", ".join(_ADJUSTMENTS),
+                ),
+                (
+                    "optimizer.ns_dtype",
+                    self.ns_dtype,
+                    self.ns_dtype in _DTYPES,
+                    ", ".join(_DTYPES),
+                ),
+                ("optimizer.adamw_lr", self.adamw_lr, self.adamw_lr > 0, "a number above 0"),
+                *adamw_checks("optimizer.adamw_", self.adamw_betas, self.adamw_eps, 0.0),
+                (
+                    "optimizer.weight_decay",
+                    self.weight_decay,
+                    self.weight_decay >= 0,
+                    "0 or more",
+                ),
+            ]
+        )
+
+    def build(self, model: nn.Module) -> Optimizers:
+        """See `OptimizerConfig.build`."""
+        from armillary.optim.optimizers import Optimizers
+
+        named = named_parameters(model)
+        # A parameter's dims are those of the whole matrix, sharded or not.
+        matrices = {n: p for n, p in named.items() if p.ndim == 2 and matches(n, self.matrices)}
+        problems = [
+            *self.problems(),
+            *pattern_problems(
+                "optimizer.matrices",
+                self.matrices,
+                [n for n, p in named.items() if p.ndim == 2],
+                (),
+            ),
+            *pattern_problems("optimizer.no-decay", self.no_decay, list(named), NO_DECAY),
+        ]
+        if problems:
+            raise UserError(problems)
+        rest = {name: p for name, p in named.items() if name not in matrices}
+        optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            optimizers.append(
+                self._muon(split_by_decay(matrices, self.no_decay, self.weight_decay))
+            )
+        if rest:
+            groups = split_by_decay(rest, self.no_decay, self.weight_decay)
+            optimizers.append(
+                build_adamw(groups, lr=self.adamw_lr, betas=self.adamw_betas, eps=self.adamw_eps)
+            )
+        return Optimizers(optimizers, {parameter: name for name, parameter in named.items()})
+
+    def _muon(self, groups: list[Group]) -> torch.optim.Optimizer:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        from armillary.optim.gathered_muon import GatheredMuon
+
+        sharded = any(isinstance(p, DTensor) for group in groups for p in group.parameters)
+        parameters = [{"params": g.parameters, "weight_decay": g.weight_decay} for g in groups]
+        if not sharded and self.ns_dtype == "bfloat16":
+            return torch.optim.Muon(
+                parameters,
+                lr=self.lr,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                ns_steps=self.ns_steps,
+                adjust_lr_fn=self.adjust_lr,
+            )
+        return GatheredMuon(
+            parameters,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust_lr,
+            ns_dtype=getattr(torch, self.ns_dtype),
+        )

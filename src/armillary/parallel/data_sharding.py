@@ -1,0 +1,74 @@
+"""The pass that splits data, and with it what a rank holds of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from armillary.parallel.blocks import blocks_of, modules_outside_blocks, tied_parameters
+from armillary.parallel.mesh import Mesh
+
+
+def shard_over_data(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+    """Shards every parameter that no earlier pass claimed, one unit per block.
+
+    In place; last in order. Sharded over `dp_shard`, copied over `dp_replicate`: FSDP, HSDP and,
+    with shards of one rank, DDP are one mechanism. Gradients come out as float32 sums over all
+    ranks, never means: the loss is divided by the weight of the whole step before. Names of
+    parameters do not change. Without a process group there is nothing to do.
+    """
+    if mesh.device_mesh is None:
+        return
+    in_compute = _policy(compute_dtype)
+    in_masters = _policy(torch.float32)
+    options: dict[str, Any] = {"mesh": mesh.device_mesh}
+    if mesh.axes["dp_replicate"] == 1:
+        options["mesh"] = mesh.device_mesh["dp_shard"]
+    reshard = mesh.parallel.reshard_after_forward
+
+    for block in blocks_of(model):
+        fully_shard(block, mp_policy=in_compute, reshard_after_forward=reshard, **options)
+    if not tied_parameters(model):
+        first, *rest = modules_outside_blocks(model)
+        # The gradient of an embedding adds up one row per token: in float32, or frequent tokens
+        # stop learning. Its weights are therefore not cast.
+        fully_shard(first, mp_policy=in_masters, reshard_after_forward=reshard, **options)
+        if rest:
+            # Needed again at once in the backward pass, so they are not freed in between.
+            fully_shard(rest, mp_policy=in_compute, reshard_after_forward=False, **options)
+    # The root takes what is left: nothing, or the weights that first and last module share.
+    fully_shard(model, mp_policy=in_masters, reshard_after_forward=False, **options)
+    for module in _sharded_modules(model):
+        # gloo has sums only, and sums of float32 are exact where premultiplied ones are not.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def set_accumulation(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
+    """Says, before a microbatch, whether it is the last one of its step.
+
+    Between copies gradients are summed after the last one only. Between shards as well, unless
+    `parallel.sync_every_microbatch` asks for less memory.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    is_split = mesh.axes["dp_shard"] > 1
+    sync = last or (is_split and mesh.parallel.sync_every_microbatch)
+    model.set_requires_gradient_sync(sync)
+    model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)
+
+
+def _policy(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the residual stream has its format, rotation tables theirs
+    )
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,175 @@
+"""What makes a recipe impossible, found before anything starts, all of it at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from armillary.foundation.errors import ArmillaryError, Problem
+from armillary.parallel.config import DATA_AXES
+from armillary.recipe.recipe import Recipe
+from armillary.recipe.tree import leaves
+
+_OWN = ("max_gradient_norm", "budget.", "validation.", "sampling.")
+_MAY_BE_INFINITE = ("max_gradient_norm",)
+_POSITIVE = (
+    "budget.steps",
+    "budget.tokens",
+    "budget.batch_tokens",
+    "budget.seq_len",
+    "max_gradient_norm",
+)
+_LARGEST_SEED = 2**63 - 1
+
+
+def problems(recipe: Recipe, world_size: int = 1, *, data: bool = True) -> list[Problem]:
+    """Everything that would keep a recipe from being trained on `world_size` ranks.
+
+    Args:
+        data: also ask for what only a machine that reads the data needs, such as files that exist.
+    """
+    found = list(_ranges(recipe))
+    budget = recipe.budget
+    countable = not any(problem.message.startswith("budget.") for problem in found)
+    no_length = _length(recipe) if countable else []
+    found += no_length
+    found += recipe.model.problems(budget.seq_len)
+    parts: list[Any] = [recipe.task, recipe.optimizer, recipe.precision, recipe.compile]
+    parts += [recipe.activation_checkpoint, recipe.checkpoint, recipe.telemetry]
+    for part in parts:
+        found += getattr(part, "problems", list)()
+    if countable and not no_length:
+        found += recipe.schedule.problems(budget.total_steps)
+    mesh_problems = recipe.parallel.problems(world_size)
+    found += mesh_problems
+    if countable:
+        found += _batch(recipe, 1 if mesh_problems else _data_ranks(recipe, world_size))
+    if data:
+        found += _data(recipe)
+    told = "\n".join(problem.message for problem in found)
+    return found + [problem for name, problem in _not_finite(recipe) if name not in told]
+
+
+def _ranges(recipe: Recipe) -> Iterator[Problem]:
+    """The recipe's own numbers; components answer for theirs."""
+    if not 0 <= recipe.seed <= _LARGEST_SEED:
+        yield Problem(f"seed = {recipe.seed} is out of range", "0 to 2^63 - 1", "--seed 0")
+    defaults = {leaf.name: leaf.value for leaf in leaves(Recipe())}
+    for leaf in leaves(recipe):
+        if not leaf.name.startswith(_OWN) or isinstance(leaf.value, bool | str | tuple):
+            continue
+        least = "above 0" if leaf.name in _POSITIVE else "0 or more"
+        if leaf.value is None or leaf.value > 0 or (leaf.value == 0 and least == "0 or more"):
+            if leaf.value != math.inf or leaf.name in _MAY_BE_INFINITE:
+                continue
+            least += ", and finite"
+        default = defaults[leaf.name]
+        yield Problem(
+            f"{leaf.name} = {leaf.value} is out of range",
+            least,
+            f"--{_option(leaf.name)} {default if default is not None else 1000}",
+        )
+
+
+def _not_finite(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
+    for leaf in leaves(recipe):
+        values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
+        if leaf.name in _MAY_BE_INFINITE or all(
+            not isinstance(value, float) or math.isfinite(value) for value in values
+        ):
+            continue
+        yield leaf.name, Problem(f"{leaf.name} = {leaf.value} is not finite", "finite numbers")
+
+
+def _length(recipe: Recipe) -> list[Problem]:
+    budget = recipe.budget
+    if budget.steps is None and budget.tokens is None:
+        message = "budget.steps and budget.tokens are both none: the run has no length"
+        return [Problem(message, "one of them", "--budget.steps 1000")]
+    if budget.steps is not None and budget.tokens is not None:
+        message = (
+            f"budget.steps = {budget.steps} and budget.tokens = {budget.tokens:g} are both set"
+        )
+        return [Problem(message, "one of them", "--budget.tokens none")]
+    return []
+
+
+def _data_ranks(recipe: Recipe, world_size: int) -> int:
+    degrees = recipe.parallel.resolve(world_size).degrees
+    return math.prod(degrees[axis] for axis in DATA_AXES)
+
+
+def _batch(recipe: Recipe, ranks: int) -> Iterator[Problem]:
+    """Whole sequences in a step, and as many for each rank and microbatch."""
+    budget = recipe.budget
+    tokens, length, micro = budget.batch_tokens, budget.seq_len, budget.microbatch_sequences
+    at_once = max(1, micro)
+    sequences, rest = divmod(tokens, length)
+    if not rest and sequences % (ranks * at_once) == 0:
+        return
+    where = f" on {ranks} data ranks" if ranks > 1 else ""
+    if not rest and sequences % ranks == 0:
+        share = sequences // ranks
+        legal = [count for count in range(1, share + 1) if share % count == 0]
+        best = min(legal, key=lambda count: abs(count - micro))
+        yield Problem(
+            f"budget.microbatch_sequences = {micro} does not divide the {share} sequences of a "
+            f"rank in a step of budget.batch_tokens = {tokens}{where}",
+            "0 (all at once), " + ", ".join(map(str, _some(legal, best))),
+            f"--budget.microbatch-sequences {best}",
+        )
+        return
+    unit = length * ranks * at_once
+    legal = [multiple * unit for multiple in (tokens // unit, tokens // unit + 1) if multiple]
+    best = min(legal, key=lambda total: (abs(total - tokens), total))
+    if rest:
+        what = f"is no multiple of budget.seq_len = {length}"
+    else:
+        what = f"holds {sequences} sequences, which {ranks} data ranks cannot share evenly"
+    in_micro = f" in microbatches of {micro}" if micro > 1 else ""
+    yield Problem(
+        f"budget.batch_tokens = {tokens} {what}",
+        f"multiples of {unit}{where}{in_micro}: {', '.join(map(str, legal))}",
+        f"--budget.batch-tokens {best}",
+    )
+
+
+def _some(legal: list[int], best: int, most: int = 8) -> list[int]:
+    """At most `most` of the values, those around the best."""
+    start = max(0, min(legal.index(best) - most // 2, len(legal) - most))
+    return legal[start : start + most]
+
+
+def _data(recipe: Recipe) -> list[Problem]:
+    found = _asked(lambda: getattr(recipe.data, "problems", list)())
+    vocabulary = 0
+
+    def ask() -> list[Problem]:
+        nonlocal vocabulary
+        vocabulary = recipe.data.tokenizer.expected_vocab_size()
+        return []
+
+    found += [problem for problem in _asked(ask) if problem not in found]
+    if vocabulary > recipe.model.vocab_size:
+        fitting = math.ceil(vocabulary / 64) * 64
+        found.append(
+            Problem(
+                f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's "
+                f"{vocabulary} tokens",
+                f"{vocabulary} or more",
+                f"--model.vocab-size {fitting}",
+            )
+        )
+    return found
+
+
+def _asked(question: Callable[[], list[Problem]]) -> list[Problem]:
+    try:
+        return list(question())
+    except ArmillaryError as error:
+        return error.problems
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,70 @@
+"""The recipe: the whole experiment as one tree of frozen dataclasses. Importing it loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import armillary.data.corpus_jsonl
+import armillary.data.corpus_mixture
+import armillary.data.corpus_tables
+import armillary.data.corpus_text
+import armillary.data.tokenizer_bytes
+import armillary.data.tokenizer_subword  # noqa: F401  # registers the components
+from armillary.checkpoint.config import Checkpoint
+from armillary.data.config import Data
+from armillary.models.config import ModelConfig
+from armillary.models.llama import Llama
+from armillary.models.qwen3 import Qwen3  # noqa: F401  # registers the component
+from armillary.optim.adamw import AdamW
+from armillary.optim.config import OptimizerConfig
+from armillary.optim.muon import Muon  # noqa: F401  # registers the component
+from armillary.optim.schedule import ScheduleConfig, WarmupStableDecay
+from armillary.parallel.config import (
+    ActivationCheckpointConfig,
+    Compile,
+    NoCheckpoint,
+    Parallel,
+)
+from armillary.precision.config import Precision
+from armillary.recipe.budget import Budget, Sampling, Validation
+from armillary.tasks.next_token import NextToken
+from armillary.tasks.task import TaskConfig
+from armillary.telemetry.config import Telemetry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    seed: int = 0
+    """Of initial weights, order of samples and everything random; 0 or more."""
+    model: ModelConfig = field(default_factory=Llama)
+    """The network."""
+    data: Data = field(default_factory=Data)
+    """What it reads."""
+    task: TaskConfig = field(default_factory=NextToken)
+    """How a batch becomes a loss."""
+    budget: Budget = field(default_factory=Budget)
+    """How much to train."""
+    optimizer: OptimizerConfig = field(default_factory=AdamW)
+    """How weights move along their gradients."""
+    schedule: ScheduleConfig = field(default_factory=WarmupStableDecay)
+    """How the learning rate moves over the run."""
+    max_gradient_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it; inf: never."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """How the ranks are arranged."""
+    precision: Precision = field(default_factory=Precision)
+    """Number formats."""
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=NoCheckpoint)
+    """Which activations are kept for the backward pass and which recomputed."""
+    compile: Compile = field(default_factory=Compile)
+    """Compilation of the blocks."""
+    validation: Validation = field(default_factory=Validation)
+    """Looks at held-out documents."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When to save, and how much to keep."""
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    """What the run reports, and where."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Text written at the end."""

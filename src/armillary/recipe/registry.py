@@ -1,0 +1,126 @@
+"""Recipes by name.
+
+    @recipe("my-llama")
+    def my_llama() -> Recipe:
+        \"""One line that says what it is for.\"""
+        return Recipe(...)
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from armillary.foundation.errors import Problem, UserError, nearest
+from armillary.recipe.outside import is_file_module, is_outside, load
+
+if TYPE_CHECKING:
+    from armillary.recipe.recipe import Recipe
+
+RecipeFunction = Callable[[], "Recipe"]
+
+_RECIPES: dict[str, RecipeFunction] = {}
+_IN_FILES: dict[str, dict[str, RecipeFunction]] = {}
+"""Recipes in files of the user's own, by module: two files may use one name."""
+
+
+def recipe(name: str) -> Callable[[RecipeFunction], RecipeFunction]:
+    """Registers a function without arguments as the recipe `name`.
+
+    Raises:
+        ValueError: another function holds the name.
+    """
+
+    def register(function: RecipeFunction) -> RecipeFunction:
+        if is_file_module(function.__module__):
+            _IN_FILES.setdefault(function.__module__, {})[name] = function
+            return function
+        holder = _RECIPES.get(name)
+        if holder is not None and _where(holder) != _where(function):
+            raise ValueError(f"{_where(holder)} already holds the recipe name {name!r}")
+        _RECIPES[name] = function
+        return function
+
+    return register
+
+
+def _where(function: RecipeFunction) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def names() -> list[str]:
+    """The names of all registered recipes, those of the package first read in."""
+    import armillary.recipes as curated
+
+    for module in pkgutil.iter_modules(curated.__path__):
+        importlib.import_module(f"{curated.__name__}.{module.name}")
+    return sorted(_RECIPES, key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, float, str]]:
+    """Sorts 8b before 70b."""
+    import re
+
+    parts = re.findall(r"\d+(?:\.\d+)?|\D+", name)
+    return [(0, float(part), "") if part[0].isdigit() else (1, 0.0, part) for part in parts]
+
+
+def describe(name: str) -> str:
+    """The first line of a registered recipe's docstring."""
+    return (inspect.getdoc(_RECIPES[name]) or "").partition("\n")[0]
+
+
+def get(name: str) -> Recipe:
+    """The recipe called `name`: a registered one, `path/to/file.py:name`, or a `.toml` file.
+
+    Raises:
+        UserError: there is none; names the nearest.
+    """
+    if name.endswith(".toml"):
+        return _from_file(name)
+    if is_outside(name):
+        return _from_outside(name)
+    known = names()
+    if name not in _RECIPES:
+        best = nearest(name, known)
+        fix = best or ("--from-file FILE.toml" if Path(name).exists() else "armillary recipes list")
+        raise UserError(Problem(f"there is no recipe {name!r}", ", ".join(known), fix))
+    return _RECIPES[name]()
+
+
+def _from_file(name: str) -> Recipe:
+    from armillary.recipe.overrides import apply
+    from armillary.recipe.recipe import Recipe
+    from armillary.recipe.toml import read_toml
+
+    return apply(Recipe(), [read_toml(name)])
+
+
+def _from_outside(name: str) -> Recipe:
+    from armillary.recipe.recipe import Recipe
+
+    module, word = load(name)
+    found = {key: item for key, item in _RECIPES.items() if item.__module__ == module.__name__}
+    found |= _IN_FILES.get(module.__name__, {})
+    by_function = {item.__name__: item for item in found.values()}
+    function = found.get(word) or by_function.get(word) or getattr(module, word, None)
+    if not word and len(found) == 1:
+        function = next(iter(found.values()))
+    place = name.rpartition(":")[0] or name
+    if not callable(function):
+        best = nearest(word, [*found, *by_function])
+        raise UserError(
+            Problem(
+                f"{place} has no recipe {word!r}" if word else f"{place} needs the name of a recipe",
+                ", ".join(found) or 'a function marked @recipe("name")',
+                best and f"{place}:{best}",
+            )
+        )
+    made = function()
+    if not isinstance(made, Recipe):
+        raise UserError(Problem(f"{name} returns {type(made).__name__}", "a function that returns a Recipe"))
+    return made

@@ -1,0 +1,61 @@
+"""The first run: a small Llama that learns Python from this machine's own standard library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from armillary.checkpoint.config import Checkpoint
+from armillary.data.config import Data
+from armillary.data.tokenizer_subword import Bpe
+from armillary.models.llama import Llama
+from armillary.optim.muon import Muon
+from armillary.optim.schedule import WarmupStableDecay
+from armillary.recipe.budget import Budget, Sampling, Validation
+from armillary.recipe.recipe import Recipe
+from armillary.recipe.registry import recipe
+
+VOCABULARY = 4096
+
+
+@recipe("starter")
+def starter() -> Recipe:
+    """A small Llama on the Python standard library: minutes on two CPU cores."""
+    return Recipe(
+        model=Llama(
+            vocab_size=VOCABULARY,
+            dim=192,
+            n_layers=4,
+            n_heads=6,
+            n_kv_heads=6,
+            ffn_dim=512,
+            rope_theta=10_000.0,
+            max_seq_len=1024,
+        ),
+        data=Data(tokenizer=Bpe(vocab_size=VOCABULARY)),
+        budget=Budget(tokens=2.2e6, batch_tokens=4096, seq_len=256),
+        optimizer=Muon(lr=1e-2, adamw_lr=1e-2),
+        schedule=WarmupStableDecay(warmup_fraction=0.04, decay_fraction=0.4),
+        validation=Validation(every=100),
+        checkpoint=Checkpoint(every=100),
+        sampling=Sampling(prompts=("def ", "import ", "class Test")),
+    )
+
+
+@recipe("starter-long")
+def starter_long() -> Recipe:
+    """The starter with a wider, deeper model and a longer run: half an hour on two CPU cores."""
+    short = starter()
+    return replace(
+        short,
+        model=Llama(
+            vocab_size=VOCABULARY,
+            dim=256,
+            n_layers=6,
+            n_heads=8,
+            n_kv_heads=8,
+            ffn_dim=768,
+            rope_theta=10_000.0,
+            max_seq_len=1024,
+        ),
+        budget=replace(short.budget, tokens=8e6, batch_tokens=8192),
+    )

@@ -1,0 +1,1 @@
+"""How a batch becomes a loss. See docs/tasks.md."""

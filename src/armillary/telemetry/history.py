@@ -1,0 +1,169 @@
+"""What a run folder's events say about the run, for people who come later. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from armillary.foundation.errors import EXIT_FINISHED, EXIT_RUN_ME_AGAIN
+from armillary.telemetry.events import read_events
+
+_PHASES = ("data", "forward_backward", "optimizer", "checkpoint", "other")
+_CLOCK_SLACK_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class History:
+    """One run as its events tell it. Repeated steps, after a resume, count once: the later wins."""
+
+    folder: Path
+    start: dict[str, Any] | None = None
+    """The latest `start` event."""
+    starts: int = 0
+    """How often the run was started."""
+    stop: dict[str, Any] | None = None
+    """The `stop` event after the latest start."""
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Latest `checkpoint` event by path."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """`warning` and `error` events."""
+    last_time: float | None = None
+    unreadable: bool = False
+    """Whether the events could not be read."""
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Adds one event."""
+        kept = dict(event)
+        kind = kept["kind"]
+        self.last_time = kept["time"]
+        if kind == "start":
+            self.start, self.stop = kept, None
+            self.starts += 1
+            begin = kept["resumed_from"] or 0
+            self.steps = {step: old for step, old in self.steps.items() if step <= begin}
+            self.validations = [old for old in self.validations if old["step"] <= begin]
+        elif kind == "step":
+            self.steps[kept["step"]] = kept
+        elif kind == "validation":
+            self.validations.append(kept)
+        elif kind == "checkpoint":
+            self.checkpoints[kept["path"]] = kept
+        elif kind in ("warning", "error"):
+            self.warnings.append(kept)
+        elif kind == "stop":
+            self.stop = kept
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that is part of the run; 0 before the first."""
+        return max(self.steps, default=(self.start or {}).get("resumed_from") or 0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that the run is to have."""
+        return (self.start or {}).get("total_steps")
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step."""
+        return self.steps[max(self.steps)]["loss"] if self.steps else None
+
+    @property
+    def tokens_total(self) -> int | None:
+        """Valid tokens trained on so far."""
+        return self.steps[max(self.steps)]["tokens_total"] if self.steps else None
+
+    @property
+    def best_bits_per_byte(self) -> float | None:
+        """Lowest validation bits per byte."""
+        found = [event["bits_per_byte"] for event in self.validations]
+        return min((bits for bits in found if bits is not None), default=None)
+
+    def losses(self) -> list[float]:
+        """The loss curve in order of steps; steps without a finite loss are left out."""
+        curve = (self.steps[step]["loss"] for step in sorted(self.steps))
+        return [loss for loss in curve if loss is not None]
+
+    def state(self) -> str:
+        """unreadable, empty, running, finished, stopped or failed.
+
+        A run that has not said how it ended is running while its process lives; on another host
+        that cannot be seen, and it counts as running. One whose process is gone was stopped.
+        """
+        if self.start is None:
+            return "unreadable" if self.unreadable else "empty"
+        if self.stop is None:
+            return "running" if _is_alive(self.start) else "stopped"
+        if self.stop["exit_code"] == EXIT_FINISHED:
+            return "finished"
+        return "stopped" if self.stop["exit_code"] == EXIT_RUN_ME_AGAIN else "failed"
+
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds of all steps by phase, those phases that were recorded."""
+        totals = {}
+        for phase in _PHASES:
+            found = [event.get(f"{phase}_seconds") for event in self.steps.values()]
+            known = [seconds for seconds in found if seconds is not None]
+            if known:
+                totals[phase] = sum(known)
+        return totals
+
+    def kept_checkpoints(self) -> list[dict[str, Any]]:
+        """Checkpoints that were published and not removed since, by step."""
+        durable = [event for event in self.checkpoints.values() if event["state"] == "durable"]
+        return sorted(durable, key=lambda event: event["step"])
+
+
+def read_history(folder: Path) -> History:
+    """Reads RUN/events.jsonl.
+
+    Raises:
+        RunError: a line is broken.
+        OSError: the file cannot be read.
+    """
+    return history_of(folder, read_events(folder / "events.jsonl"))
+
+
+def history_of(folder: Path, events: Iterable[Mapping[str, Any]]) -> History:
+    """The history that these events tell."""
+    history = History(folder)
+    for event in events:
+        history.take(event)
+    return history
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder holds a run: its events."""
+    return (folder / "events.jsonl").is_file()
+
+
+def recipe_table(folder: Path) -> dict[str, Any]:
+    """RUN/recipe.toml as a table; empty where it is absent or broken."""
+    try:
+        return tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _is_alive(start: Mapping[str, Any]) -> bool:
+    host, pid = start.get("host"), start.get("pid")
+    if host != socket.gethostname() or not isinstance(pid, int):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:
+        born = Path(f"/proc/{pid}").stat().st_ctime
+    except OSError:
+        return True
+    return bool(born <= start["time"] + _CLOCK_SLACK_SECONDS)

@@ -1,0 +1,1 @@
+"""What this machine is and can do: what `armillary doctor` reports."""

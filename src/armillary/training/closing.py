@@ -1,0 +1,122 @@
+"""The end of a run: all held-out text, a yardstick, some writing, and three lines to go on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from armillary.foundation.progress import Progress
+from armillary.inference.generate import generate
+from armillary.telemetry.events import EventLog
+from armillary.training.agreement import on_main
+from armillary.training.compressors import CompressorBits, measure_compressors
+from armillary.training.session import Session
+from armillary.training.validation import ValidationResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Closing:
+    """What a finished run has to show."""
+
+    validation: dict[str, ValidationResult]
+    compressors: CompressorBits | None
+    """Of the same held-out documents; None where nothing, or a part only, was scored."""
+
+
+def close_run(session: Session, log: EventLog, progress: Progress) -> Closing:
+    """Scores all held-out text, measures the compressors on the same bytes, writes samples.
+
+    Raises:
+        Stopped: a stop was asked for; the run itself is complete and saved.
+    """
+    assembly = session.assembly
+    results = session.validate(assembly.data.final_validation, prefix="final-")
+    compressors = None
+    if results and assembly.recipe.validation.final_sequences == 0:
+        compressors = on_main(lambda: _compressors(session, progress))
+        log.emit(
+            "message",
+            session.position.step,
+            message=f"held-out text in bits per byte: gzip -9 each {compressors.gzip_each:.3f},"
+            f" gzip -9 all {compressors.gzip_all:.3f}, xz -9e all {compressors.xz_all:.3f}",
+            gzip_each=compressors.gzip_each,
+            gzip_all=compressors.gzip_all,
+            xz_all=compressors.xz_all,
+        )
+    _write_samples(session, log, progress)
+    return Closing(validation=results, compressors=compressors)
+
+
+def _compressors(session: Session, progress: Progress) -> CompressorBits:
+    documents = [
+        document
+        for split in session.assembly.data.store.validation
+        for document in split.documents_bytes()
+    ]
+    with progress.task("compressing the held-out text, to compare"):
+        return measure_compressors(documents)
+
+
+def _write_samples(session: Session, log: EventLog, progress: Progress) -> None:
+    assembly, sampling = session.assembly, session.assembly.recipe.sampling
+    if not sampling.prompts:
+        return
+    tokenizer = assembly.data.store.tokenizer
+    bos = tokenizer.bos_id if assembly.recipe.data.bos else None
+    start = [] if bos is None else [bos]
+    prompts = [start + list(tokenizer.encode(prompt)) for prompt in sampling.prompts]
+    with progress.task("writing", total=sampling.tokens, unit="tokens") as advance:
+
+        def on_token(*_: object) -> None:
+            session.check()
+            advance(1)
+
+        written = generate(
+            assembly.model,
+            prompts,
+            max_new_tokens=sampling.tokens,
+            temperature=sampling.temperature,
+            seed=assembly.recipe.seed,
+            eos_id=tokenizer.eos_id,
+            on_token=on_token,
+        )
+    for prompt, ids in zip(sampling.prompts, written, strict=True):
+        text = tokenizer.decode(ids)
+        log.emit("sample", session.position.step, prompt=prompt, text=text)
+
+
+def closing_lines(closing: Closing, session: Session, folder: Path) -> list[str]:
+    """What was learned and what to run next, in three lines."""
+    position, recipe = session.position, session.assembly.recipe
+    parameters = recipe.model.parameter_count()
+    learned = (
+        f"learned: {parameters / 1e6:,.1f} M parameters read {position.tokens_total / 1e6:,.1f} M"
+        f" tokens in {position.step:,} steps"
+    )
+    if len(closing.validation) == 1:
+        bits = next(iter(closing.validation.values())).bits_per_byte
+        learned += f"; unseen text costs {bits:.3f} bits per byte"
+        compared = _compared(bits, closing.compressors)
+    else:
+        compared = ", ".join(
+            f"{name} {result.bits_per_byte:.3f} bits per byte"
+            for name, result in closing.validation.items()
+        )
+    return [
+        learned,
+        f"compare: {compared or 'no text was held out'}",
+        f"next:    armillary generate {folder} --prompt 'def '   |   armillary runs show {folder}",
+    ]
+
+
+def _compared(bits: float, compressors: CompressorBits | None) -> str:
+    if compressors is None:
+        return "the compressors were not asked: a part of the held-out text was scored"
+    yardsticks = {
+        "gzip -9 of each file": compressors.gzip_each,
+        "gzip -9 of all": compressors.gzip_all,
+        "xz -9e of all": compressors.xz_all,
+    }
+    beaten = [name for name, value in yardsticks.items() if bits < value]
+    verdict = f"beats {', '.join(beaten)}" if beaten else "beats none of them yet"
+    return ", ".join(f"{name} {value:.3f}" for name, value in yardsticks.items()) + f": {verdict}"

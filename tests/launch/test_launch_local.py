@@ -1,0 +1,128 @@
+"""Ranks on this machine, as tiny scripts that load no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from armillary.launch.local import launch
+
+PYTHON = (sys.executable, "-S", "-c")
+
+
+def run(script: str, nproc: int, grace_seconds: float = 30.0) -> int:
+    prelude = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
+    return launch([prelude + script], nproc, program=PYTHON, grace_seconds=grace_seconds)
+
+
+def test_each_rank_knows_its_place_and_its_share_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = "LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+    script = f"""
+text = " ".join(os.environ[name] for name in {names.split()})
+open({str(tmp_path)!r} + f"/{{rank}}", "w").write(text)
+print("out of", rank); print("err of", rank, file=sys.stderr)
+"""
+    assert run(script, 2) == 0
+    rows = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank, row in enumerate(rows):
+        assert row == [str(rank), "2", "2", "127.0.0.1", rows[0][4], threads]
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("out of 0\n", "err of 0\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("sys.exit(75)", 75),
+        ("sys.exit(75 if rank else 0)", 75),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", 128 + 9),
+        ("sys.exit(2 if rank == 1 else 0)", 2),
+    ],
+)
+def test_the_exit_code_is_75_if_no_rank_failed_and_the_failed_ranks_code_otherwise(
+    script: str, code: int
+) -> None:
+    assert run(script, 2) == code
+
+
+def test_wrong_input_is_told_once_by_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("print('error: no such recipe', file=sys.stderr); sys.exit(2)", 2) == 2
+    assert capfd.readouterr().err == "error: no such recipe\n"
+
+
+def test_a_failing_rank_is_shown_and_ends_the_others_even_stubborn_ones(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f"""
+deaf = {str(tmp_path / "deaf")!r}
+if rank == 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(deaf, "w").close()
+if rank != 1:
+    time.sleep(60)
+while not os.path.exists(deaf):
+    pass
+print("disk on fire", file=sys.stderr)
+sys.exit(7)
+"""
+    assert run(script, 3, grace_seconds=0.3) == 7
+    shown = capfd.readouterr()
+    assert shown.err == "error: rank 1 failed with exit code 7\ndisk on fire\n"
+
+
+LAUNCHER = """
+import sys
+from armillary.launch.local import launch
+assert "torch" not in sys.modules
+script = '''
+import os, signal, sys, time
+name = sys.argv[1] + "/" + os.environ["RANK"]
+def note(number, frame):
+    with open(name, "a") as file: file.write(signal.Signals(number).name + " ")
+    if number in (signal.SIGINT, signal.SIGTERM): sys.exit(75)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(number, note)
+open(name + ".ready", "w").close()
+for _ in range(600): time.sleep(0.05)
+'''
+sys.exit(launch([script, sys.argv[1]], 2, program=(sys.executable, "-S", "-c")))
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """A launcher in a process group of its own, as under a terminal, with both ranks ready."""
+    command = [sys.executable, "-c", LAUNCHER, str(folder)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    while not all((folder / f"{rank}.ready").exists() for rank in range(2)):
+        assert launcher.poll() is None
+    return launcher
+
+
+def test_each_signal_reaches_every_rank_once(tmp_path: Path) -> None:
+    with started(tmp_path) as launcher:
+        launcher.send_signal(signal.SIGUSR1)
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+            assert launcher.poll() is None
+        os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        assert launcher.wait(30) == 75
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == "SIGUSR1 SIGINT "
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's end"
+)
+def test_ranks_stop_on_request_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path) as launcher:
+        launcher.kill()
+        assert launcher.stdout is not None
+        launcher.stdout.read()  # ends when rank 0, which holds the other end, has ended
+    assert (tmp_path / "0").read_text() == "SIGTERM "

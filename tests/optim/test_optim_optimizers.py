@@ -1,0 +1,253 @@
+"""Optimizers: who decays, who is orthogonalised, what is fp32, and the same on every mesh."""
+
+import os
+
+import pytest
+import torch
+from optim_toy import Toy, backward, rows_of, shard
+
+from armillary.foundation.component import choices_of
+from armillary.foundation.errors import UserError
+from armillary.optim.adamw import AdamW
+from armillary.optim.config import OptimizerConfig
+from armillary.optim.gathered_muon import GatheredMuon, orthogonalise
+from armillary.optim.muon import Muon
+from armillary.optim.optimizers import Optimizers
+from ranks import run_ranks
+
+BOTH = pytest.mark.parametrize("config", [AdamW(), Muon()], ids=["adamw", "muon"])
+
+
+def names_by_decay(model: Toy, optimizer: torch.optim.Optimizer) -> dict[float, set[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        group["weight_decay"]: {names[id(p)] for p in group["params"]}
+        for group in optimizer.param_groups
+    }
+
+
+def train(config: OptimizerConfig, model: Toy, steps: int, rows: slice = slice(None)) -> Optimizers:
+    optimizers = config.build(model)
+    for step in range(steps):
+        optimizers.set_factor(1 / (step + 1))
+        backward(model, rows, seed=step)
+        optimizers.step()
+        optimizers.zero_grad()
+    return optimizers
+
+
+def test_norms_biases_and_embeddings_do_not_decay_by_default() -> None:
+    model = Toy()
+    (adamw,) = AdamW(weight_decay=0.3).build(model).optimizers
+    matrices = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down", "mix")}
+    groups = names_by_decay(model, adamw)
+    assert groups[0.3] == matrices | {"head.weight"}
+    assert groups[0.0] == {n for n, _ in model.named_parameters()} - groups[0.3]
+
+
+def test_patterns_choose_what_decays() -> None:
+    model = Toy()
+    (adamw,) = AdamW(no_decay=("layers.0.*", "*.bias")).build(model).optimizers
+    assert names_by_decay(model, adamw)[0.0] == {
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith("layers.0.") or "bias" in name
+    }
+    (everything,) = AdamW(no_decay=()).build(model).optimizers
+    assert list(names_by_decay(model, everything)) == [0.1]
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
+    model = Toy()
+    muon, adamw = Muon().build(model).optimizers
+    assert type(muon) is torch.optim.Muon
+    names = names_by_decay(model, muon)
+    assert names == {0.1: {n for n, p in model.named_parameters() if "layers" in n and p.ndim == 2}}
+    rest = names_by_decay(model, adamw)
+    assert rest[0.1] == {"head.weight"}
+    assert set().union(*names.values(), *rest.values()) == {n for n, _ in model.named_parameters()}
+
+
+@BOTH
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(UserError) as caught:
+        replace(config, no_decay=("layers.0.nrom.weight", "xyz*")).build(Toy())
+    problems = caught.value.problems
+    assert len(problems) == 2
+    assert "'layers.0.nrom.weight' matches no parameter" in problems[0].message
+    assert "layers.0.norm.weight" in problems[0].allowed
+    with pytest.raises(UserError, match="no parameter"):
+        Muon(matrices=("blocks.*",)).build(Toy())
+
+
+def test_values_out_of_range_are_refused_all_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        AdamW(lr=0.0, betas=(1.0, 0.9), eps=-1.0, weight_decay=-0.1).build(Toy())
+    assert len(caught.value.problems) == 4
+    bad = Muon(lr=-1, momentum=1.0, ns_steps=0, adjust_lr="rms", ns_dtype="fp8", adamw_lr=0)
+    assert len(bad.problems()) == 6
+    assert AdamW().problems() == Muon().problems() == []
+
+
+@BOTH
+def test_an_update_of_1e_5_moves_float32_weights_and_state_is_float32(config) -> None:
+    model = Toy()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0).add_(torch.rand_like(parameter), alpha=1e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = config.build(model)
+    optimizers.set_factor(1e-5 / config.lr)
+    backward(model, slice(None))
+    optimizers.step()
+    moved = [n for n, p in model.named_parameters() if p.grad.any() and not p.equal(before[n])]
+    assert moved == [n for n, p in model.named_parameters() if p.grad.any()]
+    assert {value.dtype for value in optimizers.state().values()} == {torch.float32}
+
+
+@BOTH
+def test_the_factor_scales_every_groups_own_rate(config) -> None:
+    optimizers = config.build(Toy())
+    base = [g["lr"] for o in optimizers.optimizers for g in o.param_groups]
+    for factor in (0.5, 0.1, 1.0):
+        optimizers.set_factor(factor)
+        rates = [g["lr"] for o in optimizers.optimizers for g in o.param_groups]
+        assert rates == [rate * factor for rate in base]
+        assert optimizers.learning_rate == config.lr * factor
+
+
+@BOTH
+def test_state_can_be_made_before_the_first_step_and_changes_nothing(config) -> None:
+    model, untouched = Toy(), Toy()
+    optimizers = config.build(model)
+    backward(model, slice(None))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    state = optimizers.state()
+    assert all(not value.any() for value in state.values())
+    assert optimizers.learning_rate == config.lr
+    for parameter, gradient, same in zip(
+        model.parameters(), gradients, untouched.parameters(), strict=True
+    ):
+        assert torch.equal(parameter.grad, gradient)
+        assert torch.equal(parameter, same)
+    optimizers.zero_grad()
+    prepared, fresh = train_on(optimizers, model), train(config, untouched, 3)
+    for name, value in fresh.state().items():
+        assert torch.equal(prepared.state()[name], value)
+
+
+def train_on(optimizers: Optimizers, model: Toy) -> Optimizers:
+    for step in range(3):
+        optimizers.set_factor(1 / (step + 1))
+        backward(model, slice(None), seed=step)
+        optimizers.step()
+        optimizers.zero_grad()
+    return optimizers
+
+
+@BOTH
+def test_writing_into_the_state_resumes_bit_for_bit(config) -> None:
+    model = Toy()
+    optimizers = train(config, model, 3)
+    resumed = Toy(seed=9)
+    resumed.load_state_dict(model.state_dict())
+    again = config.build(resumed)
+    for name, value in again.state().items():
+        value.copy_(optimizers.state()[name])
+    train_on(optimizers, model)
+    train_on(again, resumed)
+    for mine, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_gathered_muon_is_torchs_muon_bit_for_bit(adjust_lr: str, nesterov: bool) -> None:
+    torch.manual_seed(0)
+    shapes = [(7, 7), (5, 12), (12, 5)]
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    options = {"lr": 0.02, "adjust_lr_fn": adjust_lr, "nesterov": nesterov, "ns_steps": 4}
+    gathered, stock = GatheredMuon(ours, **options), torch.optim.Muon(theirs, **options)
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        gathered.step()
+        stock.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(
+            gathered.state[mine]["momentum_buffer"], stock.state[other]["momentum_buffer"]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_orthogonalising_brings_singular_values_near_one(dtype: torch.dtype) -> None:
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    for x in (matrix, matrix.T):
+        values = torch.linalg.svdvals(orthogonalise(x, steps=5, dtype=dtype).float())
+        assert values.min() > 0.6
+        assert values.max() < 1.25
+    assert not orthogonalise(torch.zeros(3, 4), steps=5, dtype=dtype).any()
+
+
+def trained_on_a_mesh(config: OptimizerConfig, replicate: int, shards: int):
+    model = Toy()
+    shard(model, replicate, shards)
+    optimizers = train(config, model, 5, rows_of(int(os.environ["RANK"]), replicate * shards))
+    return (
+        {name: p.full_tensor() for name, p in model.named_parameters()},
+        {
+            name: getattr(v, "full_tensor", lambda v=v: v)()
+            for name, v in optimizers.state().items()
+        },
+    )
+
+
+@pytest.mark.parametrize(("replicate", "shards"), [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("config", [AdamW(), Muon(ns_dtype="float32")], ids=["adamw", "muon"])
+def test_training_does_not_depend_on_the_mesh(config, replicate: int, shards: int) -> None:
+    model = Toy()
+    state = train(config, model, 5).state()
+    for weights, moments in run_ranks(
+        trained_on_a_mesh, replicate * shards, config, replicate, shards
+    ):
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(weights[name], parameter, rtol=1e-5, atol=2e-6), name
+        assert moments.keys() == state.keys()
+        for name, value in state.items():
+            assert torch.allclose(moments[name], value, rtol=1e-4, atol=1e-5), name
+
+
+def muon_update_of_given_gradients() -> bool:
+    """Stock Muon on the whole matrices against ours on shards, given the same gradients."""
+    whole, sharded = Toy(), Toy()
+    shard(sharded, 1, 2)
+    config = Muon(adjust_lr="original")
+    optimizers = [config.build(whole), config.build(sharded)]
+    assert type(optimizers[0].optimizers[0]) is torch.optim.Muon
+    assert type(optimizers[1].optimizers[0]) is GatheredMuon
+    for step in range(3):
+        torch.manual_seed(step)
+        for plain, split in zip(whole.parameters(), sharded.parameters(), strict=True):
+            plain.grad = torch.randn_like(plain)
+            split.grad = torch.distributed.tensor.distribute_tensor(
+                plain.grad, split.device_mesh, split.placements
+            )
+        for each in optimizers:
+            each.step()
+    return all(
+        torch.equal(plain, split.full_tensor())
+        for plain, split in zip(whole.parameters(), sharded.parameters(), strict=True)
+    )
+
+
+def test_sharded_muon_equals_torchs_on_whole_matrices_bit_for_bit() -> None:
+    assert run_ranks(muon_update_of_given_gradients, 2) == [True, True]
+
+
+def test_optimizers_can_be_chosen_by_name() -> None:
+    assert choices_of(OptimizerConfig) == {"adamw": AdamW, "muon": Muon}

@@ -1,0 +1,77 @@
+"""Impossible recipes are refused before anything starts, all problems at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from snapshots import assert_matches_snapshot
+
+from armillary.cli.recipe_arguments import resolve
+from armillary.recipe import problems
+
+SNAPSHOTS = Path(__file__).parent / "snapshots" / "problems"
+
+CASES = {
+    "batch_is_no_multiple_of_sequence": ("--budget.batch-tokens 1000", 1),
+    "batch_below_one_sequence_per_rank": ("--budget.batch-tokens 128", 4),
+    "ranks_do_not_share_sequences_evenly": ("--budget.batch-tokens 1280 --parallel.dp-replicate 2", 4),
+    "microbatch_does_not_divide_share": ("--budget.microbatch-sequences 3", 4),
+    "microbatch_and_ranks_do_not_divide": ("--budget.microbatch-sequences 3 --budget.batch-tokens 1280", 4),
+    "sequence_above_model_context": ("--budget.seq-len 2048", 1),
+    "no_length": ("--budget.steps none", 1),
+    "steps_and_tokens": ("--budget.steps 3 --budget.tokens 1e6", 1),
+    "warmup_and_decay_overlap": ("--budget.steps 10 --schedule.warmup-steps 20", 1),
+    "vocabulary_too_small": ("--data.tokenizer bpe", 1),
+    "tokenizer_file_missing": ("--data.tokenizer file --data.tokenizer.path nowhere.json", 1),
+    "heads": ("--model.n-kv-heads 3", 1),
+    "mesh": ("--parallel.dp-shard 3", 4),
+    "compute_dtype": ("--precision.compute float16", 1),
+    "numbers_out_of_range": (
+        "--seed -1 --budget.steps 0 --budget.batch-tokens -5 --budget.seq-len 0 "
+        "--budget.microbatch-sequences -1 --max-gradient-norm 0 --validation.every -1 "
+        "--sampling.temperature -1 --checkpoint.keep-last 0",
+        1,
+    ),
+    "numbers_that_are_not": (
+        "--optimizer.lr nan --optimizer.weight-decay inf --optimizer.betas 0.9,nan "
+        "--model.rope-theta nan --max-gradient-norm nan --budget.tokens inf",
+        1,
+    ),
+    "everything_at_once": (
+        "--seed -1 --budget.batch-tokens 1000 --budget.seq-len 2048 --optimizer.lr 0 "
+        "--precision.compute float16 --data.tokenizer bpe --model.n-kv-heads 3 --parallel.dp-shard 3",
+        4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_impossible_recipe_is_refused_with_field_value_and_fix(case: str) -> None:
+    typed, world_size = CASES[case]
+    found = problems(resolve(["debug", *typed.split()]).recipe, world_size)
+    assert found
+    text = "\n".join(problem.render() for problem in found)
+    assert_matches_snapshot(f"{typed} on {world_size} ranks\n\n{text}", SNAPSHOTS / f"{case}.txt")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 6])
+@pytest.mark.parametrize("typed", [CASES[case][0] for case in CASES if "micro" in case or "ranks" in case])
+def test_the_proposed_batch_is_legal(typed: str, world_size: int) -> None:
+    recipe = resolve(["debug", "--parallel.dp-replicate", "1", *typed.split()]).recipe
+    for _ in range(2):  # a fix may name the batch, then the microbatch
+        fixes = [problem.fix for problem in problems(recipe, world_size) if "budget" in problem.message]
+        for fix in fixes:
+            assert fix is not None
+            recipe = resolve(["debug", *typed.split(), *fix.split()]).recipe
+    assert [p for p in problems(recipe, world_size) if "budget" in p.message] == []
+
+
+def test_what_only_the_data_machine_knows_can_be_left_out() -> None:
+    recipe = resolve(["llama3-8b"]).recipe
+    assert problems(recipe, 64, data=False) == []
+    assert [problem.message for problem in problems(recipe, 64)] == ["data.tokenizer.path is empty"]
+
+
+def test_an_infinite_gradient_norm_means_no_clipping() -> None:
+    assert problems(resolve(["debug", "--max-gradient-norm", "inf"]).recipe) == []

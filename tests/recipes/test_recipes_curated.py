@@ -1,0 +1,74 @@
+"""Every curated recipe is sound, complete and survives being written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from armillary.models.llama import LLAMA_SIZES
+from armillary.models.qwen3 import QWEN3_SIZES
+from armillary.recipe import get, names, problems, read_toml, recipe_sha256, to_toml
+from armillary.recipe.coerce import describe, short_type
+from armillary.recipe.overrides import apply
+from armillary.recipe.recipe import Recipe
+from armillary.recipe.registry import describe as describe_recipe
+from armillary.recipe.tree import leaves
+
+NAMES = names()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_recipe_reads_back_as_it_was(name: str, tmp_path: Path) -> None:
+    made = get(name)
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(made))
+    for base in (Recipe(), get("starter"), get("qwen3-0.6b")):
+        again = apply(base, [read_toml(file)])
+        assert again == made
+        assert recipe_sha256(again) == recipe_sha256(made)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 64])
+def test_a_recipe_has_no_problems_on_any_usual_number_of_ranks(name: str, world_size: int) -> None:
+    if world_size > 4 and name in ("debug", "starter", "starter-long"):
+        pytest.skip("too small to be split that far")
+    assert problems(get(name), world_size, data=name in ("debug", "starter", "starter-long")) == []
+
+
+@pytest.mark.parametrize("name", ["debug", "starter", "starter-long"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 20])
+def test_a_small_recipe_can_be_cut_to_any_length(name: str, steps: int) -> None:
+    made = get(name)
+    typed = apply(made, options=[_option("budget.steps", str(steps))])
+    assert typed.budget.total_steps == steps
+    assert problems(typed) == []
+
+
+def _option(name: str, value: str):  # type: ignore[no-untyped-def]
+    from armillary.recipe.overrides import Option
+
+    return Option(name, value)
+
+
+def test_every_leaf_says_what_it_is_and_what_fits() -> None:
+    for name in NAMES:
+        assert describe_recipe(name)
+        for leaf in leaves(get(name)):
+            assert leaf.doc, f"{leaf.name} has no doc"
+            assert describe(leaf.annotation)
+            assert "GROUP" not in short_type(leaf.annotation).replace("GROUP|none", "")
+
+
+def test_the_families_are_there_in_all_their_sizes() -> None:
+    llama = {f"llama3-{size.lower()}" for size in LLAMA_SIZES if size != "debug"}
+    qwen = {f"qwen3-{size.lower()}" for size in QWEN3_SIZES if size != "debug"}
+    assert set(NAMES) >= llama | qwen | {"debug", "starter", "starter-long"}
+    assert get("llama3-405b").model.parameter_count() == 405_853_388_800
+
+
+def test_the_debug_model_splits_by_every_degree_up_to_four() -> None:
+    model = get("debug").model
+    for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
+        assert getattr(model, name) % 4 == 0, name
