@@ -1,4 +1,4 @@
-"""Snapshots of text kept as plain files: `ARMILLARY_UPDATE_SNAPSHOTS=1 pytest ...` rewrites them."""
+"""Snapshots of text, kept as plain files. `ARMILLARY_UPDATE_SNAPSHOTS=1 pytest` rewrites them."""
 
 from __future__ import annotations
 

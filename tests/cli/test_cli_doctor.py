@@ -38,9 +38,7 @@ def test_json_is_one_document_and_nothing_else(findings, capsys):
 def test_only_what_makes_training_impossible_is_a_failure(findings, capsys):
     findings.append(finding("cache", "full", "free some", verdict="fail"))
     assert main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith(
-        "1 to repair before training can work, 1 to look at\n"
-    )
+    assert capsys.readouterr().out.endswith("1 to repair before training can work, 1 to look at\n")
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

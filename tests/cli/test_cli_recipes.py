@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from snapshots import assert_matches_snapshot
 
 from armillary.cli.main import main
 from armillary.recipe import get, names, recipe_sha256
+from snapshots import assert_matches_snapshot
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -29,9 +29,13 @@ def test_show_prints_toml_that_makes_the_recipe_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "r.toml"
-    file.write_text(output("show debug --optimizer muon --optimizer.lr 3e-3 --no-data.shuffle", capsys))
+    file.write_text(
+        output("show debug --optimizer muon --optimizer.lr 3e-3 --no-data.shuffle", capsys)
+    )
     again = output(f"show --from-file {file} --json", capsys)
-    direct = output("show debug --no-data.shuffle --optimizer=muon --optimizer.lr=3e-3 --json", capsys)
+    direct = output(
+        "show debug --no-data.shuffle --optimizer=muon --optimizer.lr=3e-3 --json", capsys
+    )
     one, two = json.loads(again), json.loads(direct)
     assert one["recipe"] == two["recipe"]
     assert one["recipe_sha256"] == two["recipe_sha256"] != recipe_sha256(get("debug"))
@@ -62,4 +66,6 @@ def test_help_of_a_recipe_lists_its_values_as_they_would_be(
     assert "--schedule.floor NUMBER  [0.1]\n        Factor at the end of the run" in text
     assert "--budget.seq-len INT  [128]" in text
     assert "decay-fraction" not in text
-    assert_matches_snapshot(text[: text.index("values of")], SNAPSHOTS / f"help_{command}.txt")
+    assert_matches_snapshot(
+        text[: text.index("values of")], SNAPSHOTS / f"help_{command.replace(' ', '_')}.txt"
+    )

@@ -178,3 +178,6 @@ def test_impossible_data_is_refused_with_numbers_and_a_fix() -> None:
         PackedDataset(split_of(LENGTHS), seq_len=4096)
     with pytest.raises(UserError, match="nothing to score"):
         ValidationDataset(split_of([1, 0, 1]), seq_len=8)
+    for stride in (0, 9):
+        with pytest.raises(UserError, match=rf"every {stride} tokens"):
+            ValidationDataset(split_of(LENGTHS), seq_len=8, stride=stride)

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.mixture import LARGEST_WINDOW, Mixture, window_counts
+from armillary.data.mixture import LARGEST_WINDOW, Interleaving, window_counts
 from armillary.foundation.errors import UserError
 
 
 @given(weights=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=7))
 @settings(max_examples=25, deadline=None)
 def test_every_prefix_has_less_than_one_sample_too_many_or_too_few(weights) -> None:
-    mixture = Mixture(weights)
+    mixture = Interleaving(weights)
     corpora, _ = mixture.locate(np.arange(2 * mixture.window + 17))
     lengths = np.arange(1, len(corpora) + 1)
     for corpus, count in enumerate(mixture.counts):
@@ -26,14 +26,14 @@ def test_shares_are_exact_over_a_window() -> None:
     assert window_counts([3, 1]) == (3, 1)
     assert window_counts([0.3333, 0.6667]) == (3333, 6667)
     assert sum(window_counts([1 / 3, 1 / 3, 1 / 3 + 1e-9])) == LARGEST_WINDOW
-    mixture = Mixture([0.7, 0.2, 0.1])
+    mixture = Interleaving([0.7, 0.2, 0.1])
     corpora, _ = mixture.locate(np.arange(70, 80))
     assert np.bincount(corpora).tolist() == [7, 2, 1]
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.61, 0.38, 0.01], [5, 3, 2, 7]])
 def test_local_positions_of_each_corpus_count_up_without_gaps(weights: list[float]) -> None:
-    mixture = Mixture(weights)
+    mixture = Interleaving(weights)
     positions = np.arange(3 * mixture.window + 5)
     corpora, local = mixture.locate(positions)
     for corpus in range(len(weights)):
@@ -45,7 +45,7 @@ def test_local_positions_of_each_corpus_count_up_without_gaps(weights: list[floa
 
 
 def test_lookup_is_the_same_far_out_and_one_by_one() -> None:
-    mixture = Mixture([0.61, 0.38, 0.01])
+    mixture = Interleaving([0.61, 0.38, 0.01])
     positions = np.array([0, 99, 100, 10**15 + 7])
     together = mixture.locate(positions)
     for i in range(len(positions)):
@@ -56,9 +56,9 @@ def test_lookup_is_the_same_far_out_and_one_by_one() -> None:
 
 def test_impossible_weights_are_refused_all_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        Mixture([1.0, 0.0, -1.0, float("nan")])
+        Interleaving([1.0, 0.0, -1.0, float("nan")])
     assert len(caught.value.problems) == 3
     with pytest.raises(UserError, match="never be sampled"):
-        Mixture([1.0, 1e-6])
+        Interleaving([1.0, 1e-6])
     with pytest.raises(UserError, match="no parts"):
-        Mixture([])
+        Interleaving([])

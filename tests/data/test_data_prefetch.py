@@ -10,13 +10,8 @@ from armillary.data.prefetch import Prefetcher
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 3])
 
 
-def makers(count: int, made: list[int] | None = None):
-    def make(i: int) -> int:
-        if made is not None:
-            made.append(i)
-        return i
-
-    return [lambda i=i: make(i) for i in range(count)]
+def makers(count: int):
+    return [lambda i=i: i for i in range(count)]
 
 
 @DEPTHS
@@ -28,20 +23,13 @@ def test_items_come_in_order_and_then_end(depth: int) -> None:
 
 
 def test_no_more_than_depth_items_are_made_ahead() -> None:
-    made: list[int] = []
-    reached = threading.Event()
-
-    def third() -> int:
-        made.append(2)
-        reached.set()
-        return 2
-
-    work = makers(10, made)
-    work[2] = third
-    with Prefetcher(work, depth=2) as prefetcher:
-        assert next(prefetcher) == 0
-        assert reached.wait(10)  # taking one made room for one more
-    assert made == [0, 1, 2]
+    made = [threading.Event() for _ in range(10)]
+    with Prefetcher([event.set for event in made], depth=2) as prefetcher:
+        assert made[1].wait(10)
+        assert not made[2].wait(0.05)  # a longer wait could only find more faults, not fewer
+        next(prefetcher)
+        assert made[2].wait(10)  # taking one made room for one more
+        assert not made[3].wait(0.05)
 
 
 @DEPTHS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_rotary_angles_are_the_papers_and_attention_sees_only_distances() -> Non
     angles = [[m * 10_000 ** (-2 * i / 8) for i in range(4)] for m in (0, 1, 1000)]
     torch.testing.assert_close(tables.cos, torch.tensor(angles).cos(), rtol=0, atol=1e-4)
     torch.testing.assert_close(tables.sin, torch.tensor(angles).sin(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+def test_forward_and_backward_never_ask_the_device_for_a_value(attention: str) -> None:
+    with torch.device("meta"):  # tensors without values: asking for one is an error
+        model = replace(FAMILIES["qwen3"], attention=attention).build()
+    documents = Documents.from_lengths([[5, 59], [64]]).to("meta")
+    logits = model(random_tokens(2, 64).to("meta"), documents)
+    logits.sum().backward()
+    assert logits.shape == (2, 64, 61)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "blocked"), ("qwen3", "sdpa")])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from armillary.foundation.errors import UserError
 from armillary.models.layers.backends import BACKENDS, attention_problems, backend_for
+from armillary.models.layers.backends import varlen as varlen_module
 from armillary.models.layers.documents import Documents
 from model_cases import FAMILIES, build, random_tokens, relative_difference
 
@@ -97,3 +101,33 @@ def test_varlen_reads_the_same_cut_padded_to_a_power_of_two() -> None:
     packed = varlen.prepare(Documents.from_lengths([[3, 1, 2], [6]]), tokens)
     assert packed.tolist() == [0, 3, 4, 6, 12, 12, 12, 12]
     assert varlen.prepare(None, tokens).tolist() == [0, 6, 12, 12]
+
+
+def attention_by_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: object,
+    window_size: tuple[int, int], enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """What torch documents of varlen_attn, which has no kernel here: one sequence at a time."""
+    assert window_size == (-1, 0)
+    parts = []
+    for first, last in itertools.pairwise(ends.tolist()):
+        one = [x[first:last].transpose(0, 1) for x in (q, k, v)]
+        attended = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=enable_gqa)
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@torch.no_grad()
+def test_varlen_hands_documents_over_as_sequences(
+    groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen_module, "varlen_attn", attention_by_sequence)
+    monkeypatch.setattr(varlen_module, "_require_kernel", lambda query: None)
+    monkeypatch.setattr(varlen_module, "_GROUPS", groups)
+    tokens, documents = random_tokens(3, 130), Documents.from_lengths(LENGTHS)
+    ours, expected = (
+        build(FAMILIES["qwen3"], attention=attention)(tokens, documents)
+        for attention in ("varlen", "sdpa")
+    )
+    assert relative_difference(ours, expected) <= 2e-6

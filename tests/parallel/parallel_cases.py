@@ -101,6 +101,8 @@ def _trace(case: Case) -> Trace:
             term.backward()
             loss += term.detach()
         losses.append(float(mesh.sum_over_data(loss)))
+        with torch.no_grad():  # validation between steps leaves nothing behind
+            model(tokens[:2], output=partial(_loss, labels=labels[:2]))
     gradients = {
         name: full(parameter.grad)
         for name, parameter in model.named_parameters()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_toys import Bulk, Color, Diesel, Lamp, Mixed, Steam, Train, Trip, Wagon
-from snapshots import assert_matches_snapshot
 
 from armillary.foundation.errors import UserError
 from armillary.recipe.diff import diff
@@ -19,11 +18,15 @@ from armillary.recipe.overrides import apply, split_options
 from armillary.recipe.plain import leaf_value, recipe_sha256, to_plain
 from armillary.recipe.toml import read_toml, to_toml
 from armillary.recipe.tree import Leaf, leaves
+from snapshots import assert_matches_snapshot
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
-def override(text: str | list[str], base: Train = Train()) -> Train:
+DEFAULT = Train()
+
+
+def override(text: str | list[str], base: Train = DEFAULT) -> Train:
     words, options = split_options(text.split() if isinstance(text, str) else text)
     assert not words
     return apply(base, options=options)
@@ -98,8 +101,9 @@ def test_a_field_set_before_its_component_is_swapped_away_is_refused() -> None:
 def test_every_problem_of_a_file_is_told_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(
-        'seed = "7"\nwhistle_on = 1\nsize = true\nstops = "a"\nseeed = 3\n[engine]\nkind = "steem"\n'
-        "[load]\ntons = '3'\n[spare]\npower = 3\n[[wagons]]\nweight = 3\nlod = 1\n[lamp]\nlumen = 1.5\n"
+        'seed = "7"\nwhistle_on = 1\nsize = true\nstops = "a"\nseeed = 3\n'
+        '[engine]\nkind = "steem"\n[load]\ntons = "3"\n[spare]\npower = 3\n'
+        "[[wagons]]\nweight = 3\nlod = 1\n[lamp]\nlumen = 1.5\n"
     )
     with pytest.raises(UserError) as caught:
         apply(Train(), [read_toml(file)])
@@ -135,7 +139,8 @@ BULK = st.builds(Bulk, tons=NUMBERS)
 WAGONS = st.builds(
     Wagon,
     weight=NUMBERS,
-    load=BULK | st.builds(Mixed, parts=st.lists(st.builds(Wagon, load=BULK), max_size=2).map(tuple)),
+    load=BULK
+    | st.builds(Mixed, parts=st.lists(st.builds(Wagon, load=BULK), max_size=2).map(tuple)),
 )
 ENGINES = st.builds(Steam, power=NUMBERS, coal=st.integers()) | st.builds(
     Diesel, power=NUMBERS | st.integers(-9, 9), label=st.none() | TEXT
@@ -192,7 +197,11 @@ def _typed(leaf: Leaf) -> str:
 
 
 def _typed_in_list(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else str(value)
+    return (
+        json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 def test_a_document_is_complete_and_explained() -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from snapshots import assert_matches_snapshot
 
 from armillary.cli.recipe_arguments import resolve
 from armillary.recipe import problems
+from snapshots import assert_matches_snapshot
 
 SNAPSHOTS = Path(__file__).parent / "snapshots" / "problems"
 
 CASES = {
     "batch_is_no_multiple_of_sequence": ("--budget.batch-tokens 1000", 1),
     "batch_below_one_sequence_per_rank": ("--budget.batch-tokens 128", 4),
-    "ranks_do_not_share_sequences_evenly": ("--budget.batch-tokens 1280 --parallel.dp-replicate 2", 4),
+    "ranks_do_not_share_sequences_evenly": (
+        "--budget.batch-tokens 1280 --parallel.dp-replicate 2",
+        4,
+    ),
     "microbatch_does_not_divide_share": ("--budget.microbatch-sequences 3", 4),
-    "microbatch_and_ranks_do_not_divide": ("--budget.microbatch-sequences 3 --budget.batch-tokens 1280", 4),
+    "microbatch_and_ranks_do_not_divide": (
+        "--budget.microbatch-sequences 3 --budget.batch-tokens 1280",
+        4,
+    ),
     "sequence_above_model_context": ("--budget.seq-len 2048", 1),
     "no_length": ("--budget.steps none", 1),
     "steps_and_tokens": ("--budget.steps 3 --budget.tokens 1e6", 1),
@@ -40,10 +46,11 @@ CASES = {
     ),
     "everything_at_once": (
         "--seed -1 --budget.batch-tokens 1000 --budget.seq-len 2048 --optimizer.lr 0 "
-        "--precision.compute float16 --data.tokenizer bpe --model.n-kv-heads 3 --parallel.dp-shard 3",
+        "--precision.compute float16 --data.tokenizer bpe --model.n-kv-heads 3 "
+        "--parallel.dp-shard 3",
         4,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,11 +63,15 @@ def test_an_impossible_recipe_is_refused_with_field_value_and_fix(case: str) -> 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 6])
-@pytest.mark.parametrize("typed", [CASES[case][0] for case in CASES if "micro" in case or "ranks" in case])
+@pytest.mark.parametrize(
+    "typed", [CASES[case][0] for case in CASES if "micro" in case or "ranks" in case]
+)
 def test_the_proposed_batch_is_legal(typed: str, world_size: int) -> None:
     recipe = resolve(["debug", "--parallel.dp-replicate", "1", *typed.split()]).recipe
     for _ in range(2):  # a fix may name the batch, then the microbatch
-        fixes = [problem.fix for problem in problems(recipe, world_size) if "budget" in problem.message]
+        fixes = [
+            problem.fix for problem in problems(recipe, world_size) if "budget" in problem.message
+        ]
         for fix in fixes:
             assert fix is not None
             recipe = resolve(["debug", *typed.split(), *fix.split()]).recipe

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from snapshots import assert_matches_snapshot
 
 from armillary.cli.recipe_arguments import resolve
 from armillary.foundation.errors import UserError
 from armillary.recipe import get, recipe, recipe_sha256, to_toml
+from snapshots import assert_matches_snapshot
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -83,8 +83,16 @@ def test_wrong_names_are_told_with_the_nearest(own: Path, tmp_path: Path) -> Non
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_like_that")
     texts = []
-    for name in ("strater", "llama3-8", f"{own}:mien", f"{own}:wrong", f"{tmp_path}/no.py:x", f"{broken}:x",
-                 "no.such.module:x", f"{tmp_path}/no.toml"):  # fmt: skip
+    for name in (
+        "strater",
+        "llama3-8",
+        f"{own}:mien",
+        f"{own}:wrong",
+        f"{tmp_path}/no.py:x",
+        f"{broken}:x",
+        "no.such.module:x",
+        f"{tmp_path}/no.toml",
+    ):
         with pytest.raises(UserError) as caught:
             get(name)
         texts.append(f"{name}\n{caught.value}\n".replace(str(tmp_path), "FOLDER"))

@@ -3,16 +3,16 @@ import re
 from typing import Any
 
 import pytest
-import telemetry_examples as examples
 from rich.console import Console
 
+import telemetry_examples as examples
 from armillary.telemetry.console.choose import SilentConsole, open_console
 from armillary.telemetry.console.live import LiveConsole
 from armillary.telemetry.console.panel import Picture, TaskState
 from armillary.telemetry.console.plain import PlainConsole
-from armillary.telemetry.console.sparkline import sparkline
 from armillary.telemetry.console.state import RunState
 from armillary.telemetry.schema import checked_event
+from armillary.telemetry.sparkline import sparkline
 
 
 def event(kind: str, step: int, fields: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,8 @@ FULL = """\
 │ left     40s   next checkpoint step 150                                                          │
 │ ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸                                       │
 │ warning: the loader fell behind                                                                  │
-╰──────────────────────────────────────────────────────────────────── step 120 / 200, 492K tokens ─╯"""
+╰──────────────────────────────────────────────────────────────────── step 120 / 200, 492K tokens ─╯
+"""
 
 NARROW = """\
 ╭─ armillary starter ──────────────────────────────────────╮
@@ -71,7 +72,7 @@ tokenising the stan… ━━━━━                 25% 12s, 36s left"""
 def test_the_panel_shows_a_run_in_full():
     warning = event("warning", 120, {"message": "the loader fell behind", "where": "", "hint": ""})
     validation = event("validation", 120, examples.validation())
-    assert frame(state_after(120, validation, warning, peak_flops=3.27e11), 100) == FULL
+    assert frame(state_after(120, validation, warning, peak_flops=3.27e11), 100) + "\n" == FULL
 
 
 def test_the_panel_fits_sixty_columns_and_says_what_is_unknown():

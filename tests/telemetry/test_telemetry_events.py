@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import telemetry_examples as examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+import telemetry_examples as examples
 from armillary.foundation.errors import RunError
 from armillary.telemetry import schema
 from armillary.telemetry.events import EventLog, cut_torn_tail, read_events

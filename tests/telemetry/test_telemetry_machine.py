@@ -2,9 +2,9 @@ import errno
 import os
 
 import pytest
-import telemetry_examples as examples
 import torch
 
+import telemetry_examples as examples
 from armillary.foundation.progress import NoProgress
 from armillary.telemetry.machine import hardware, host, measure, software
 from armillary.telemetry.machine.examine import examine
@@ -91,7 +91,9 @@ def test_a_look_that_breaks_is_a_finding_and_the_others_go_on(monkeypatch):
 
 def test_facts_of_the_host_are_read_or_absent_but_never_invented(tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
-    file.write_text("processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2\nmodel name\t: B\n")
+    file.write_text(
+        "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2\nmodel name\t: B\n"
+    )
     assert host._colon_file(file)["model name"] == "Some CPU"
     assert host._colon_file(tmp_path / "absent") == {}
     assert host.available_cores() >= 1

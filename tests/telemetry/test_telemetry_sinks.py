@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import telemetry_examples as examples
 
+import telemetry_examples as examples
 from armillary.foundation.errors import UserError
 from armillary.telemetry.config import Telemetry
 from armillary.telemetry.events import read_events
@@ -86,7 +86,11 @@ def test_a_resumed_run_goes_on_as_the_same_wandb_run_with_its_own_steps(tmp_path
     train(tmp_path, telemetry, 4, 8, 3)
     first, second = wandb.opened
     assert first["id"] == second["id"] == (tmp_path / "wandb-run-id").read_text()
-    assert (first["mode"], first["project"], first["dir"]) == ("offline", "armillary", str(tmp_path))
+    assert (first["mode"], first["project"], first["dir"]) == (
+        "offline",
+        "armillary",
+        str(tmp_path),
+    )
     assert [values["step"] for _, values in wandb.points] == [2, 4, 6, 6, 4, 6, 8, 8]
     assert wandb.points[0][1]["train/loss"] == 2.0
     assert wandb.finished == [0, 0]

@@ -60,7 +60,13 @@ def logical_bytes(tensors: Mapping[str, Tensor]) -> int:
 def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy in host memory that later training steps do not touch."""
     # A fresh one each time: it would keep its buffers, a second copy of the state, between saves.
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    stager = DefaultStager(options)
     try:
         staged = stager.stage(dict(tensors))
     finally:

@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from armillary.parallel.process import choose_device
 
     trained = load_trained(Path(arguments.path), step=arguments.step, device=choose_device())
+    for reason in trained.checkpoint.reasons:
+        print(f"note: {reason}", file=sys.stderr)
     prompts = [trained.encode(text) for text in texts]
     limit = trained.model.max_seq_len
     if found := generation_problems(prompts, max_seq_len=limit, **sampling):
@@ -80,8 +82,15 @@ def _generate(
 ) -> list[list[int]]:
     from armillary.inference.generate import generate
 
-    ends = {"eos_id": trained.tokenizer.eos_id, "vocab_size": trained.tokenizer.vocab_size}
-    return generate(trained.model, prompts, **ends, **sampling, **more)
+    tokenizer = trained.tokenizer
+    return generate(
+        trained.model,
+        prompts,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+        **sampling,
+        **more,
+    )
 
 
 def _mention_length(trained: Trained, prompts: list[list[int]], new: int) -> None:

@@ -23,9 +23,13 @@ def leaves_help(tokens: Sequence[str]) -> str:
         if leaf.name.partition(".")[0] != group:
             group = leaf.name.partition(".")[0]
             lines.append("")
-        lines.append(f"  --{leaf.name.replace('_', '-')} {short_type(leaf.annotation)}  [{_shown(leaf)}]")
+        lines.append(
+            f"  --{leaf.name.replace('_', '-')} {short_type(leaf.annotation)}  [{_shown(leaf)}]"
+        )
         if leaf.doc:
-            lines += textwrap.wrap(leaf.doc, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            lines += textwrap.wrap(
+                leaf.doc, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,9 @@
 """`armillary COMMAND ...`: finds the command, runs it, and turns errors into words and exit codes.
 
 Each command is a module with `add_arguments(parser: Parser) -> None` and
-`run(arguments: argparse.Namespace) -> int`. It is imported only when it is called or asked for help,
-so that `armillary --help` answers at once. A module imports what is heavy, torch above all, inside
-`run`.
+`run(arguments: argparse.Namespace) -> int`. It is imported only when it is called or asked for
+help, so that `armillary --help` answers at once. A module imports what is heavy, torch above all,
+inside `run`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ class Command:
 
 COMMANDS = {
     "train": Command("armillary.cli.train_command", "train a recipe; alone, it trains `starter`"),
-    "recipes": Command("armillary.cli.recipes_command", "list recipes, show one as TOML, compare two"),
-    "data": Command("armillary.cli.data_command", "build, inspect and verify the tokens of a recipe"),
+    "recipes": Command(
+        "armillary.cli.recipes_command", "list recipes, show one as TOML, compare two"
+    ),
+    "data": Command(
+        "armillary.cli.data_command", "build, inspect and verify the tokens of a recipe"
+    ),
     "generate": Command("armillary.cli.generate_command", "write text with a trained model"),
     "runs": Command("armillary.cli.runs_command", "list runs, show one"),
-    "doctor": Command("armillary.cli.doctor_command", "what this machine can do, and what to do about it"),
+    "doctor": Command(
+        "armillary.cli.doctor_command", "what this machine can do, and what to do about it"
+    ),
     "completion": Command("armillary.cli.completion_command", "print a shell completion script"),
 }
 
@@ -119,7 +125,7 @@ def overview() -> Parser:
     parser = Parser(
         prog="armillary",
         usage="armillary COMMAND ...",
-        description="Pre-trains large models, from a laptop to thousands of devices, by changing a recipe.",
+        description="Pre-trains large models, from a laptop to thousands of devices.",
         epilog=_EPILOG,
     )
     parser.add_argument("-V", "--version", action="store_true", help="print the version")

@@ -12,6 +12,12 @@ from armillary.foundation.errors import Problem, UserError, nearest
 _HELP = ("-h", "--help")
 
 
+class RecipeTokens(list[str]):
+    """What was typed for the recipe, and which options the command itself has, for corrections."""
+
+    own_options: tuple[str, ...] = ()
+
+
 class Parser(argparse.ArgumentParser):
     """Raises `UserError` where argparse would print and leave; knows whether it takes a recipe.
 
@@ -25,6 +31,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **keywords)
         self.recipe_words: str | None = None
         self.choices: dict[str, Parser] = {}
+        self._leaf = self
 
     def takes_recipe(self, words: str = "[RECIPE]") -> None:
         """Declares that recipe tokens follow; `words` says in the usage line how many recipes."""
@@ -46,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         if invalid:
             fix = nearest(invalid.group(1), re.findall(r"[\w.-]+", invalid.group(2)))
         elif unknown:
-            fix = nearest(unknown.group(1).partition("=")[0], self.own_options())
+            fix = nearest(unknown.group(1).partition("=")[0], self._leaf.own_options())
         raise UserError(Problem(f"{self.prog}: {message}", fix=fix or f"{self.prog} --help"))
 
     def own_options(self) -> dict[str, argparse.Action]:
@@ -72,8 +79,10 @@ class Parser(argparse.ArgumentParser):
         own, recipe_tokens = leaf._split(rest) if leaf.recipe_words else (rest, [])
         if any(token in _HELP for token in own):
             raise HelpWanted(leaf, recipe_tokens)
+        self._leaf = leaf
         arguments = self.parse_args([*chosen, *own])
-        arguments.recipe_tokens = recipe_tokens
+        arguments.recipe_tokens = RecipeTokens(recipe_tokens)
+        arguments.recipe_tokens.own_options = tuple(leaf.own_options())
         return arguments
 
     def _split(self, tokens: list[str]) -> tuple[list[str], list[str]]:
@@ -120,8 +129,8 @@ class HelpWanted(Exception):
 
 
 _RECIPE_HELP = """\
-RECIPE is a registered name, path/to/file.py:function, module:function or a .toml file; put it first.
+RECIPE, the first word, is a registered name, path/to/file.py:name, module:name or a .toml file.
 Any value of the recipe can be set: --optimizer.lr 1e-3, --optimizer muon, --compile.enabled,
 --no-data.shuffle, --optimizer.betas 0.9,0.95, --budget.tokens none.
-  {prog} RECIPE --help    lists every value with its type, its default and what it means
+  {prog} RECIPE --help    lists every value: its type, what it is, what it means
   armillary recipes list    lists the recipes"""

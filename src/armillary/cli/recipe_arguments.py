@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from armillary.foundation.errors import Problem, UserError
-from armillary.recipe.overrides import apply, split_options
+from armillary.recipe.fields import fields_of
+from armillary.recipe.overrides import Option, apply, split_options
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.registry import get
 from armillary.recipe.toml import read_toml
@@ -46,14 +48,36 @@ def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:
     for option in typed:
         if option.path == (FROM_FILE,):
             if not option.value:
-                raise UserError(Problem("--from-file needs a value", allowed="a TOML file of recipe values"))
+                raise UserError(
+                    Problem("--from-file needs a value", allowed="a TOML file of recipe values")
+                )
             files.append(option.value)
     options = [option for option in typed if option.path != (FROM_FILE,)]
     if not words and not files and default is None:
         raise UserError(Problem("no recipe is given", fix="armillary recipes list"))
     name = words[0] if words else (files[0] if files else str(default))
     base = Recipe() if not words and files else get(name)
-    return Resolved(apply(base, [read_toml(file) for file in files], options), name)
+    tables = [read_toml(file) for file in files]
+    slips = _slips(options, getattr(tokens, "own_options", ()))
+    others = [option for option in options if option not in slips]
+    try:
+        made = apply(base, tables, others)
+    except UserError as error:
+        raise UserError([*slips.values(), *error.problems]) from None
+    if slips:
+        raise UserError(slips.values())
+    return Resolved(made, name)
+
+
+def _slips(options: list[Option], own: Sequence[str]) -> dict[Option, Problem]:
+    """Options that are no value of a recipe but look like one of the command's own."""
+    slips = {}
+    for option in options:
+        if len(option.path) == 1 and option.path[0] not in fields_of(Recipe):
+            close = difflib.get_close_matches(f"--{option.name}", own, n=1, cutoff=0.75)
+            if close:
+                slips[option] = Problem(f"there is no --{option.name}", fix=close[0])
+    return slips
 
 
 def resolve_each(tokens: Sequence[str]) -> list[Resolved]:

@@ -60,9 +60,12 @@ class JsonLines(CorpusConfig):
             yield unreadable(source.path, OSError(f"not a whole gzip file ({error})"))
 
     def _document(self, source: Source, offset: int, line: bytes) -> Iterator[Document | Problem]:
-        if not line.strip():
+        line = line.rstrip()
+        if not line:
             return
         text = decode_text(line, source.path, self.on_bad_text, offset)
+        if isinstance(text, Problem):  # say it again with the line's number, which costs a count
+            text = decode_text(line, _place(source, offset), self.on_bad_text, offset)
         if isinstance(text, str):
             text = self._field_of(text, source, offset)
         if isinstance(text, Problem):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from armillary.data import order
 from armillary.data.batch import IGNORED, Batch
-from armillary.data.mixture import Mixture
+from armillary.data.mixture import Interleaving
 from armillary.data.packing import Concatenate, PackingConfig, PieceRows, Sample
 from armillary.data.splits import Split
 from armillary.foundation.errors import Problem, UserError
@@ -65,7 +65,7 @@ class PackedDataset:
         self._plans = [config.build(s.document_offsets, seq_len) for s in self._splits]
         self._seed, self._shuffle, self.seq_len = seed, shuffle, seq_len
         sizes = [plan.n_samples for plan in self._plans]
-        self._mixture = Mixture(weights if weights is not None else sizes)
+        self._mixture = Interleaving(weights if weights is not None else sizes)
         assert len(self._mixture.counts) == len(self._splits), "one weight for each corpus"
         self.samples_per_epoch = sum(sizes)
         """Samples of all corpora together. In a mixture each corpus has epochs of its own."""
@@ -139,7 +139,7 @@ class ValidationDataset:
         source: fingerprint of the store that the split comes from.
 
     Raises:
-        UserError: nothing in the split can be scored.
+        UserError: nothing in the split can be scored, or the stride is not in [1, seq_len].
     """
 
     def __init__(
@@ -151,11 +151,19 @@ class ValidationDataset:
         limit: int = 0,
         source: str = "",
     ) -> None:
+        stride = seq_len if stride is None else stride
+        if not 1 <= stride <= seq_len:
+            raise UserError(
+                Problem(
+                    f"validation windows begin every {stride} tokens and are "
+                    f"budget.seq_len = {seq_len} long, so some tokens would not be read",
+                    f"1 to {seq_len}",
+                    f"--validation.final-stride {seq_len // 2 or 1}",
+                )
+            )
         self._split, self.seq_len = split, seq_len
         documents = _choose_documents(split, limit * seq_len)
-        self._plan = PieceRows(
-            split.document_offsets, seq_len, stride=stride or seq_len, documents=documents
-        )
+        self._plan = PieceRows(split.document_offsets, seq_len, stride=stride, documents=documents)
         self.n_rows = self._plan.n_samples
         """Rows that hold something to score."""
         self.n_tokens = self._plan.n_scored
@@ -225,13 +233,13 @@ def _following(stream: NDArray[Any], inputs: slice | Integers) -> NDArray[Any]:
 def _choose_documents(split: Split, inputs: int) -> Integers:
     """Documents with something to score, at most `inputs` of it (0: all), in order."""
     sizes = np.diff(split.document_offsets) - 1
-    documents = np.flatnonzero(sizes > 0)
+    documents = np.flatnonzero((sizes > 0) & (split.document_bytes > 0))
     if not documents.size:
         raise UserError(
             Problem(
                 f"the validation split has {split.n_tokens} tokens in {split.n_documents} "
                 "documents: nothing to score",
-                "at least one document of 2 tokens",
+                "at least one document with text and 2 tokens",
                 "--data.validation-fraction 0.1, or a larger corpus",
             )
         )

@@ -28,7 +28,7 @@ LARGEST_WINDOW = 10_000
 """Samples in the longest window; also one over the smallest possible share."""
 
 
-class Mixture:
+class Interleaving:
     """Position -> (corpus, local position), a pure function in O(1).
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from armillary.data.corpus import CorpusConfig, Source
 from armillary.data.tokenizer import Ids, Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, RunError
-from armillary.foundation.files import write_atomically
 
 PIECE_BYTES = 1 << 20
 """Least size of a piece, in bytes."""
@@ -227,7 +227,18 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]  # the stub mixes arrays and options
     content = buffer.getvalue()
-    write_atomically(path, hashlib.sha256(content).digest() + content)
+    _replace(path, hashlib.sha256(content).digest() + content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all; after a power cut its SHA-256 tells, so it is not synced."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_arrays(path: Path) -> Arrays | None:

@@ -8,7 +8,6 @@ killed. The functions write files atomically, so that nothing half done remains.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pickle
 import queue
@@ -17,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import PathFinder
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar, cast
 
@@ -122,12 +122,14 @@ class _Failure:
 
 
 def runs_in_workers(thing: object) -> bool:
-    """Whether a fresh interpreter can import the module of an object's class."""
+    """Whether a fresh interpreter finds the class of an object: by its module's name, on the path."""
     module = type(thing).__module__
-    try:
-        return module != "__main__" and importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+    package = module.partition(".")[0]
+    if package == __name__.partition(".")[0]:
+        return True
+    found = PathFinder.find_spec(package)
+    loaded = getattr(sys.modules.get(package), "__file__", None)
+    return found is not None and found.origin is not None and found.origin == loaded
 
 
 def cores() -> int:

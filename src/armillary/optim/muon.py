@@ -8,7 +8,7 @@ scalable for LLM training", arXiv 2502.16982).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from armillary.optim.optimizers import Optimizers
 
-_ADJUSTMENTS = ("match_rms_adamw", "original")
-_DTYPES = ("bfloat16", "float32")
+Adjustment = Literal["match_rms_adamw", "original"]
+IterationDtype = Literal["bfloat16", "float32"]
 
 
 @component("muon")
@@ -47,12 +47,12 @@ class Muon(OptimizerConfig):
     """Look one step ahead along the momentum."""
     weight_decay: float = 0.1
     """Share of a weight that decays per step and unit of learning rate, matrices and the rest."""
-    adjust_lr: str = "match_rms_adamw"
+    adjust_lr: Adjustment = "match_rms_adamw"
     """Factor for a matrix of A rows and B columns: match_rms_adamw is 0.2 sqrt(max(A, B)), so that
     rates of AdamW can be kept; original is sqrt(max(1, A / B))."""
     ns_steps: int = 5
     """Newton-Schulz iterations."""
-    ns_dtype: str = "bfloat16"
+    ns_dtype: IterationDtype = "bfloat16"
     """Where the iterations run: bfloat16, as published, or float32."""
     matrices: tuple[str, ...] = ("layers.*",)
     """Shell-style patterns of the parameters that Muon updates, of those with two dims."""
@@ -75,14 +75,14 @@ class Muon(OptimizerConfig):
                 (
                     "optimizer.adjust_lr",
                     self.adjust_lr,
-                    self.adjust_lr in _ADJUSTMENTS,
-                    ", ".join(_ADJUSTMENTS),
+                    self.adjust_lr in get_args(Adjustment),
+                    ", ".join(get_args(Adjustment)),
                 ),
                 (
                     "optimizer.ns_dtype",
                     self.ns_dtype,
-                    self.ns_dtype in _DTYPES,
-                    ", ".join(_DTYPES),
+                    self.ns_dtype in get_args(IterationDtype),
+                    ", ".join(get_args(IterationDtype)),
                 ),
                 ("optimizer.adamw_lr", self.adamw_lr, self.adamw_lr > 0, "a number above 0"),
                 *adamw_checks("optimizer.adamw_", self.adamw_betas, self.adamw_eps, 0.0),

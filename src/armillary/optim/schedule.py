@@ -60,9 +60,9 @@ class _WithWarmup(ScheduleConfig):
     """What all schedules share: a linear rise, then whatever comes, not below the floor."""
 
     warmup_steps: int | None = None
-    """Steps of linear rise to the full rate; unset is warmup_fraction of the run."""
+    """Steps of linear rise to the full rate; none: warmup_fraction of the run."""
     warmup_fraction: float = 0.02
-    """Share of the run spent rising, in [0, 1]; only where warmup_steps is unset."""
+    """Share of the run spent rising, in [0, 1]; only where warmup_steps is none."""
 
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of `total_steps`."""
@@ -126,7 +126,7 @@ class Constant(_WithWarmup):
     """The full rate, after an optional warm-up."""
 
     warmup_fraction: float = 0.0
-    """Share of the run spent rising, in [0, 1]; only where warmup_steps is unset."""
+    """Share of the run spent rising, in [0, 1]; only where warmup_steps is none."""
 
     def decay(self, total_steps: int) -> int:
         """None."""

@@ -111,7 +111,7 @@ class Parallel:
         text = ", ".join(f"parallel.{axis} = {degree}" for axis, degree in fixed.items())
         yield Problem(
             f"{text}: together {product} ranks, which does not fit a world size of {world_size}",
-            allowed=f"degrees whose product divides {world_size}",
+            allowed=f"degrees whose product {'divides' if is_open else 'is'} {world_size}",
             fix=" ".join([f"{_option('dp_replicate')} 1", f"{_option('dp_shard')} -1"]),
         )
 

@@ -41,10 +41,11 @@ def shard_over_data(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) ->
             fully_shard(rest, mp_policy=in_compute, reshard_after_forward=False, **options)
     # The root takes what is left: nothing, or the weights that first and last module share.
     fully_shard(model, mp_policy=in_masters, reshard_after_forward=False, **options)
-    for module in _sharded_modules(model):
-        # gloo has sums only, and sums of float32 are exact where premultiplied ones are not.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for unit in _units(model):
+        # Plain sums: gloo has no premultiplied ones, which a divisor of 1 would otherwise become.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    model.register_forward_hook(_free_what_no_backward_will)
 
 
 def set_accumulation(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
@@ -70,5 +71,16 @@ def _policy(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
     )
 
 
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+def _units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _free_what_no_backward_will(model: nn.Module, args: object, output: object) -> None:
+    """After a forward without gradients, puts the shards back in the units that kept whole weights.
+
+    The backward pass would do so; without it, the model would go on showing whole weights to
+    whoever saves, loads or updates its parameters.
+    """
+    if not torch.is_grad_enabled():
+        for unit in _units(model):
+            unit.reshard()

@@ -1,4 +1,4 @@
-"""The recipe's own parts: how long to train, what to look at on the way, what to write at the end."""
+"""The recipe's own parts: how long to train, what to look at, what to write at the end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Validation:
     final_sequences: int = 0
     """The same for the look at the end; 0: all there is."""
     final_stride: int = 0
-    """Tokens between two windows of a long document at the end, less is more context; 0: seq_len."""
+    """Tokens between windows of a long document at the end, fewer is more context; 0: seq_len."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import enum
 import re
 import tomllib
 import typing
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,8 @@ def _unescape_none(value: str) -> str:
 
 
 def _coerce_one(value: object, kind: Any, *, text: bool) -> Any:
-    if kind is bool:
-        return _boolean(value, text=text)
-    if kind is int:
-        return _whole_number(value, text=text)
-    if kind is float:
-        return _number(value, text=text)
-    if kind is str and isinstance(value, str):
-        return value
-    if kind is Path and isinstance(value, str):
-        return Path(value)
+    if kind in _READERS:
+        return _READERS[kind](value, text)
     if is_literal(kind):
         return _choice(value, {_written(option): option for option in typing.get_args(kind)}, text)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -83,7 +76,7 @@ def _coerce_one(value: object, kind: Any, *, text: bool) -> Any:
     raise Mismatch(describe(kind))
 
 
-def _boolean(value: object, *, text: bool) -> bool:
+def _boolean(value: object, text: bool) -> bool:
     if isinstance(value, bool):
         return value
     if text and isinstance(value, str) and value.lower() in ("true", "false"):
@@ -91,7 +84,7 @@ def _boolean(value: object, *, text: bool) -> bool:
     raise Mismatch(describe(bool))
 
 
-def _whole_number(value: object, *, text: bool) -> int:
+def _whole_number(value: object, text: bool) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) or (text and isinstance(value, str)):
@@ -106,7 +99,7 @@ def _whole_number(value: object, *, text: bool) -> int:
     raise Mismatch(describe(int))
 
 
-def _number(value: object, *, text: bool) -> float:
+def _number(value: object, text: bool) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise Mismatch(describe(float))
     if isinstance(value, str) and not text:
@@ -115,6 +108,25 @@ def _number(value: object, *, text: bool) -> float:
         return float(value)
     except (ValueError, OverflowError):
         raise Mismatch(describe(float)) from None
+
+
+def _text(value: object, text: bool) -> str:
+    if isinstance(value, str):
+        return value
+    raise Mismatch(describe(str))
+
+
+def _path(value: object, text: bool) -> Path:
+    return Path(_text(value, text))
+
+
+_READERS: dict[Any, Callable[[object, bool], Any]] = {
+    bool: _boolean,
+    int: _whole_number,
+    float: _number,
+    str: _text,
+    Path: _path,
+}
 
 
 def _choice(value: object, options: dict[str, Any], text: bool) -> Any:
@@ -173,23 +185,24 @@ def describe(annotation: Any) -> str:
 
 
 def _describe_one(kind: Any) -> str:
-    if kind in _WORDS:
-        return _WORDS[kind][0]
     options = options_of(kind)
     if options:
         return "one of " + ", ".join(options)
-    if list_in(kind) is None:
+    if kind not in _WORDS and list_in(kind) is None:
         return f"fields of its own ({', '.join(fields_of(kind))})"
+    return _WORDS[kind][0] if kind in _WORDS else _describe_list(kind)
+
+
+def _describe_list(kind: Any) -> str:
     parts = typing.get_args(kind)
-    if not is_open_list(kind) and len({*parts}) == 1 and parts[0] in _WORDS:
-        return f"{len(parts)} {_WORDS[parts[0]][2]}, separated by commas"
-    if not is_open_list(kind):
-        return f"{len(parts)} values, separated by commas ({', '.join(map(describe, parts))})"
     element = element_of(kind, 0)
     if group_in(element) is not None:
         return "a list of groups, set by number: .0.FIELD, .1.FIELD"
+    if not is_open_list(kind) and (len({*parts}) > 1 or element not in _WORDS):
+        return f"{len(parts)} values, separated by commas ({', '.join(map(describe, parts))})"
     many = _WORDS[element][2] if element in _WORDS else f"values, each {describe(element)}"
-    return f"{many}, separated by commas"
+    count = "" if is_open_list(kind) else f"{len(parts)} "
+    return f"{count}{many}, separated by commas"
 
 
 def short_type(annotation: Any) -> str:

@@ -61,9 +61,9 @@ class Place:
 class Unknown(LookupError):
     """A path leads nowhere. Holds how much of it is right and which words would fit next."""
 
-    def __init__(self, known: Path, word: str, valid: Iterable[str]) -> None:
-        self.known, self.word, self.valid = known, word, list(valid)
-        super().__init__(".".join((*known, word)))
+    def __init__(self, known: Path, word: str, valid: Iterable[str], rest: Path = ()) -> None:
+        self.known, self.word, self.valid, self.rest = known, word, list(valid), rest
+        super().__init__(".".join((*known, word, *rest)))
 
 
 def draft_of(value: Any) -> Any:
@@ -112,13 +112,21 @@ def find(draft: Draft, path: Path) -> Place:
     Raises:
         Unknown: it leads nowhere.
     """
-    place = _step(draft, None, (), path[0])
-    for position, word in enumerate(path[1:], start=1):
+    place = _step_to(draft, None, path, 0)
+    for position in range(1, len(path)):
         group = group_in(place.annotation)
         if place.value is None and group is not None and not is_slot(group):
             place.put(default_draft(group))
-        place = _step(place.value, place.annotation, path[:position], word)
+        place = _step_to(place.value, place.annotation, path, position)
     return place
+
+
+def _step_to(value: Any, annotation: Any, path: Path, position: int) -> Place:
+    try:
+        return _step(value, annotation, path[:position], path[position])
+    except Unknown as unknown:
+        unknown.rest = path[position + 1 :]
+        raise
 
 
 def _step(value: Any, annotation: Any, known: Path, word: str) -> Place:
@@ -175,14 +183,18 @@ class Layer:
 
     def _put_table(self, path: Path, place: Place, group: type, table: dict[str, Any]) -> None:
         if is_slot(group) and KIND in table:
-            if not isinstance(table[KIND], str) or not self._choose(path, place, group, table[KIND]):
+            if not isinstance(table[KIND], str) or not self._choose(
+                path, place, group, table[KIND]
+            ):
                 return
         elif not isinstance(place.value, Draft):
             if is_slot(group):
                 self.refuse_missing((*path, KIND), place)
                 return
             place.put(default_draft(group))
-        self.put_all(path, {key: value for key, value in table.items() if key != KIND or not is_slot(group)})
+        self.put_all(
+            path, {key: value for key, value in table.items() if key != KIND or not is_slot(group)}
+        )
 
     def _put_groups(self, path: Path, place: Place, tables: list[Any]) -> None:
         place.put([])
@@ -212,7 +224,9 @@ class Layer:
         except ArmillaryError as error:
             name = ".".join(path)
             self.problems += [
-                Problem(f"{name} = {word}: {problem.message}{self.where}", problem.allowed, problem.fix)
+                Problem(
+                    f"{name} = {word}: {problem.message}{self.where}", problem.allowed, problem.fix
+                )
                 for problem in error.problems
             ]
             return False
@@ -220,11 +234,10 @@ class Layer:
             return True  # it is there already: its fields stay
         lost = [words for words in self._set if words[: len(path)] == path and words != path]
         if lost:
-            name = ".".join(path)
+            name, earlier = ".".join(path), ", ".join(".".join(words) for words in lost)
             self.problems.append(
                 Problem(
-                    f"{', '.join('.'.join(words) for words in lost)} is set before {name} = {word}, "
-                    f"which replaces it{self.where}",
+                    f"{earlier} is set before {name} = {word}, which replaces it{self.where}",
                     allowed="first the component, then its fields",
                     fix=f"{self._example(name, word)} in front of them",
                 )
@@ -278,7 +291,7 @@ class Layer:
     def refuse_unknown(self, unknown: Unknown) -> None:
         """Adds the problem of a path that leads nowhere."""
         prefix = ".".join(unknown.known)
-        name = ".".join((*unknown.known, unknown.word))
+        name = ".".join((*unknown.known, unknown.word, *unknown.rest))
         candidates = self._meant(unknown)
         allowed = ", ".join(unknown.valid) or f"nothing below {prefix}: it is a single value"
         if not unknown.valid and unknown.known and find(self.draft, unknown.known).value is None:
@@ -297,8 +310,9 @@ class Layer:
         for cutoff, elsewhere in ((0.75, 1.0), (0.5, 0.75)):
             best = _nearest(unknown.word, unknown.valid, cutoff)
             if best is not None:
-                return [prefix + best]
-            found = _leaves_called(self.draft, unknown.word, elsewhere)
+                return [".".join((prefix + best, *unknown.rest))]
+            last = (unknown.word, *unknown.rest)[-1]
+            found = _leaves_called(self.draft, last, elsewhere)
             if found:
                 return found
         return []

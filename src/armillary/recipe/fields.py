@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import typing
 from pathlib import Path
@@ -38,7 +39,9 @@ def fields_of(cls: type) -> dict[str, FieldInfo]:
         default: Any = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        found[field.name] = FieldInfo(field.name, hints[field.name], default, docs.get(field.name, ""))
+        found[field.name] = FieldInfo(
+            field.name, hints[field.name], default, docs.get(field.name, "")
+        )
     return found
 
 
@@ -66,7 +69,7 @@ def _class_docs(cls: type) -> dict[str, str]:
         return {}
     body = _classes_in(file).get(cls.__qualname__.replace("<locals>.", ""), [])
     docs = {}
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in itertools.pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)

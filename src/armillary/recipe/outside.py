@@ -103,7 +103,11 @@ def _components_in(module: ModuleType, slot: type) -> dict[str, type]:
     """The components of a slot that a module defines, by registered name and by class name."""
     found: dict[str, type] = {}
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, slot) and value.__module__ == module.__name__:
+        if (
+            isinstance(value, type)
+            and issubclass(value, slot)
+            and value.__module__ == module.__name__
+        ):
             with contextlib.suppress(KeyError):  # a base of components, not registered itself
                 found |= {name_of(value): value, value.__name__: value}
     return found

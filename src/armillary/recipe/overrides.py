@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from armillary.foundation.component import is_slot
 from armillary.foundation.errors import Problem, UserError
-from armillary.recipe.draft import Layer, Unknown, build, draft_of, find
-from armillary.recipe.fields import members
+from armillary.recipe.draft import KIND, Layer, Unknown, build, draft_of, find
+from armillary.recipe.fields import group_in, members
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def apply(base: T, tables: Sequence[TableLayer] = (), options: Sequence[Option] 
 
 
 def _put_option(layer: Layer, option: Option) -> None:
-    path, value = option.path, option.value
+    path, value = _without_kind(layer, option.path), option.value
     try:
         place = find(layer.draft, path)
     except Unknown as unknown:
@@ -114,6 +115,17 @@ def _put_option(layer: Layer, option: Option) -> None:
     layer.put(path, place, value, text=True)
 
 
+def _without_kind(layer: Layer, path: tuple[str, ...]) -> tuple[str, ...]:
+    """`optimizer.kind`, as in TOML, means `optimizer`."""
+    if len(path) < 2 or path[-1] != KIND:
+        return path
+    try:
+        group = group_in(find(layer.draft, path[:-1]).annotation)
+    except Unknown:
+        return path
+    return path[:-1] if group is not None and is_slot(group) else path
+
+
 def _without_no(path: tuple[str, ...]) -> tuple[str, ...] | None:
     """`no_a.b` or `a.no_b` -> `a.b`."""
     if path[0].startswith(_NO):
@@ -127,6 +139,6 @@ def _refuse_flag_with_value(layer: Layer, option: Option, positive: tuple[str, .
     layer.problems.append(
         Problem(
             f"--{option.name} takes no value, but {option.value!r} follows",
-            fix=f"--{option.name}, or --{'.'.join(positive)} false",
+            fix=f"--{option.name}, or --{'.'.join(positive).replace('_', '-')} false",
         )
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from armillary.recipe.coerce import NONE_WORD, enum_word, escape_none
 from armillary.recipe.draft import KIND
-from armillary.recipe.fields import fields_of, is_optional, list_in, members
+from armillary.recipe.fields import element_of, fields_of, is_optional, list_in, members
 from armillary.recipe.tree import is_group, kind_of
 
 
@@ -48,25 +48,23 @@ def leaf_value(value: Any, annotation: Any) -> Any:
     None is the word `none`; a number in a field of floats is a float, however it was given.
     """
     kinds = members(annotation)
+    if isinstance(value, enum.Enum):
+        value = enum_word(value)
+    elif isinstance(value, Path):
+        value = str(value)
     if value is None:
         return NONE_WORD
-    if isinstance(value, enum.Enum):
-        return enum_word(value)
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, tuple):
-        element = _element_annotations(annotation, len(value))
-        return [leaf_value(part, kind) for part, kind in zip(value, element, strict=True)]
-    if isinstance(value, str):
-        return escape_none(value) if is_optional(annotation) and str in kinds else value
-    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
-        return float(value)
+        parts = _element_annotations(annotation, len(value))
+        return [leaf_value(part, kind) for part, kind in zip(value, parts, strict=True)]
+    if isinstance(value, str) and is_optional(annotation) and str in kinds:
+        return escape_none(value)
+    if isinstance(value, int) and not isinstance(value, bool) and float in kinds:
+        return value if int in kinds else float(value)
     return value
 
 
 def _element_annotations(annotation: Any, length: int) -> list[Any]:
-    from armillary.recipe.fields import element_of
-
     elements = list_in(annotation)
     return [element_of(elements, index) for index in range(length)]
 

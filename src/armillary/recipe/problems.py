@@ -126,7 +126,8 @@ def _batch(recipe: Recipe, ranks: int) -> Iterator[Problem]:
     if rest:
         what = f"is no multiple of budget.seq_len = {length}"
     else:
-        what = f"holds {sequences} sequences, which {ranks} data ranks cannot share evenly"
+        many = "1 sequence" if sequences == 1 else f"{sequences} sequences"
+        what = f"holds {many}, which {ranks} data ranks cannot share evenly"
     in_micro = f" in microbatches of {micro}" if micro > 1 else ""
     yield Problem(
         f"budget.batch_tokens = {tokens} {what}",
@@ -142,7 +143,7 @@ def _some(legal: list[int], best: int, most: int = 8) -> list[int]:
 
 
 def _data(recipe: Recipe) -> list[Problem]:
-    found = _asked(lambda: getattr(recipe.data, "problems", list)())
+    found = _asked(getattr(recipe.data, "problems", list))
     vocabulary = 0
 
     def ask() -> list[Problem]:

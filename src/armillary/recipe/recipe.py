@@ -1,4 +1,4 @@
-"""The recipe: the whole experiment as one tree of frozen dataclasses. Importing it loads no torch."""
+"""The recipe: the whole experiment as one tree of frozen dataclasses. Loads no torch."""
 
 from __future__ import annotations
 

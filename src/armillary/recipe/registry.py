@@ -1,9 +1,9 @@
 """Recipes by name.
 
-    @recipe("my-llama")
-    def my_llama() -> Recipe:
-        \"""One line that says what it is for.\"""
-        return Recipe(...)
+@recipe("my-llama")
+def my_llama() -> Recipe:
+    \"""One line that says what it is for.\"""
+    return Recipe(...)
 """
 
 from __future__ import annotations
@@ -115,12 +115,16 @@ def _from_outside(name: str) -> Recipe:
         best = nearest(word, [*found, *by_function])
         raise UserError(
             Problem(
-                f"{place} has no recipe {word!r}" if word else f"{place} needs the name of a recipe",
+                f"{place} has no recipe {word!r}"
+                if word
+                else f"{place} needs the name of a recipe",
                 ", ".join(found) or 'a function marked @recipe("name")',
                 best and f"{place}:{best}",
             )
         )
     made = function()
     if not isinstance(made, Recipe):
-        raise UserError(Problem(f"{name} returns {type(made).__name__}", "a function that returns a Recipe"))
+        raise UserError(
+            Problem(f"{name} returns {type(made).__name__}", "a function that returns a Recipe")
+        )
     return made

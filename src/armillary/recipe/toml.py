@@ -85,6 +85,10 @@ def read_toml(file: Path | str) -> TableLayer:
         return TableLayer(tomllib.loads(Path(file).read_text(encoding="utf-8")), f"in {file}")
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise UserError(Problem(f"cannot read {file}: {reason}", "a TOML file of recipe values")) from None
+        raise UserError(
+            Problem(f"cannot read {file}: {reason}", "a TOML file of recipe values")
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f"{file} is not TOML: {error}", "a TOML file of recipe values")) from None
+        raise UserError(
+            Problem(f"{file} is not TOML: {error}", "a TOML file of recipe values")
+        ) from None

@@ -25,5 +25,5 @@ def debug() -> Recipe:
         ),
         data=Data(tokenizer=Bytes()),
         budget=Budget(steps=20, batch_tokens=2048, seq_len=128),
-        validation=Validation(sequences=16, final_sequences=64),
+        validation=Validation(sequences=16, final_sequences=16),
     )

@@ -2,9 +2,10 @@
 
 Rates, batch, warm-up and schedule of 8B, 70B and 405B: Grattafiori et al. 2024, "The Llama 3 herd
 of models", arXiv 2407.21783, table 3 and section 3.4.1 (AdamW, peak rate reached after 8,000
-steps, cosine down to a hundredth, 15.6 trillion tokens). The batch is that of the longest part of
-the 405B run's start, 4M tokens, at the family's context of 8,192. 1B and 3B were distilled from
-larger models and have no published rate of their own; they get that of 8B.
+steps, cosine down to a hundredth, 15.6 trillion tokens). The published 405B run grew its batch
+from 4M tokens at a context of 4,096 to 8M and then 16M at 8,192; here it is 4M at 8,192
+throughout. 1B and 3B were made from larger models and have no published rate of their own; they
+get that of 8B.
 """
 
 from __future__ import annotations

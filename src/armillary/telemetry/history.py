@@ -82,9 +82,14 @@ class History:
 
     @property
     def best_bits_per_byte(self) -> float | None:
-        """Lowest validation bits per byte."""
-        found = [event["bits_per_byte"] for event in self.validations]
+        """Lowest validation bits per byte of the set that was measured first."""
+        name = self.validations[0]["name"] if self.validations else None
+        found = (event["bits_per_byte"] for event in self.validations if event["name"] == name)
         return min((bits for bits in found if bits is not None), default=None)
+
+    def last_validations(self) -> dict[str, dict[str, Any]]:
+        """The latest `validation` event of each set, by name."""
+        return {event["name"]: event for event in self.validations}
 
     def losses(self) -> list[float]:
         """The loss curve in order of steps; steps without a finite loss are left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -42,11 +43,14 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        with warnings.catch_warnings():  # a run resumed at the first step cannot warm up
+            warnings.filterwarnings("ignore", message=".*warmup.*")
+            wanted = schedule(
+                wait=0, warmup=self._first - step, active=self._last - self._first + 1, repeat=1
+            )
         self._profile = profile(
             activities=activities,
-            schedule=schedule(
-                wait=0, warmup=self._first - step, active=self._last - self._first + 1, repeat=1
-            ),
+            schedule=wanted,
             on_trace_ready=self._export,
             record_shapes=True,
         )

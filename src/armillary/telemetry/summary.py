@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from armillary.telemetry.console.sparkline import sparkline
-from armillary.telemetry.console.text import printable
 from armillary.telemetry.format import UNKNOWN, byte_count, duration, number, percent, quantity
 from armillary.telemetry.history import History
+from armillary.telemetry.sparkline import sparkline
+from armillary.telemetry.text import printable
 
 _CURVE_WIDTH = 60
 _MOST_WARNINGS = 10
@@ -128,10 +128,11 @@ def _learning(history: History) -> list[str]:
     if curve:
         lines.append(_line("loss", f"{curve[0]:.4f} -> {curve[-1]:.4f}"))
         lines.append(_line("", sparkline(curve, _CURVE_WIDTH)))
-    if history.validations:
-        bits = [event["bits_per_byte"] for event in history.validations]
-        last, best = number(bits[-1], ".4f"), number(history.best_bits_per_byte, ".4f")
-        lines.append(_line("held out", f"{last} bits/byte, best {best}"))
+    best = f", best {number(history.best_bits_per_byte, '.4f')}"
+    for name, event in history.last_validations().items():
+        bits = number(event["bits_per_byte"], ".4f")
+        lines.append(_line("held out", f"{name} {bits} bits/byte{best}"))
+        best = ""
     return lines
 
 

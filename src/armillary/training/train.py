@@ -50,7 +50,7 @@ def train(recipe: Recipe, *, name: str, folder: Path, resume: str = "auto") -> i
         raise UserError(found)
     tune_host_allocator()
     device = process.choose_device(recipe.parallel.device)
-    process.init_process_group(device)
+    joined = process.init_process_group(device)
     try:
         with StopRequest() as stop, ExitStack() as stack:
             claims: list[RunClaim] = []
@@ -61,7 +61,8 @@ def train(recipe: Recipe, *, name: str, folder: Path, resume: str = "auto") -> i
             run = _Run(recipe, name=name, folder=folder, resume=resume, mesh=mesh, stop=stop)
             return run.run()
     finally:
-        process.destroy()
+        if joined:
+            process.destroy()
 
 
 class _Run:
@@ -89,7 +90,7 @@ class _Run:
         with closing(console):
             try:
                 data = open_data(self._recipe, Interruptible(console, self._stop.check))
-                on_main(self._prepare_folder)
+                on_main(self._require_room)
             except Stopped as stopped:
                 return self._say_stopped(stopped)
             with open_event_log(telemetry, self._folder, rank, console) as log:
@@ -106,17 +107,20 @@ class _Run:
             print(*ending, sep="\n", file=sys.stderr)
         return EXIT_FINISHED
 
-    def _prepare_folder(self) -> None:
+    def _require_room(self) -> None:
         copies = self._recipe.checkpoint.keep_last + 1  # one is being written
-        size = BYTES_PER_PARAMETER * self._recipe.model.parameter_count()
-        check_space(self._folder, size * copies)
+        check_space(
+            self._folder, BYTES_PER_PARAMETER * self._recipe.model.parameter_count() * copies
+        )
+
+    def _describe(self, data: RunData) -> None:
+        """Writes what the folder needs to be understood, once nothing can be refused any more."""
         write_recipe(self._folder, self._recipe)
+        keep_tokenizer(self._folder, data.store.tokenizer)
 
     def _inside(self, log: EventLog, console: RunConsole, data: RunData) -> list[str]:
         """Trains to the end of the budget; returns what to say in closing."""
         checkpoint = self._recipe.checkpoint
-        on_main(lambda: keep_tokenizer(self._folder, data.store.tokenizer))
-
         def on_event(kind: str, fields: dict[str, object]) -> None:
             step = fields.pop("step", self._step)
             assert isinstance(step, int)
@@ -138,6 +142,7 @@ class _Run:
                 on_step=self._advance,
             )
             self._restore(session, store, found, log)
+            on_main(lambda: self._describe(data))
             session.start(name=self._name, resumed_from=found.step if found else None)
             session.run()
             ending = close_run(session, log, console)

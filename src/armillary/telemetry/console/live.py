@@ -16,11 +16,11 @@ from armillary.foundation.progress import Advance
 from armillary.telemetry.console.panel import Picture, TaskState
 from armillary.telemetry.console.plain import event_line
 from armillary.telemetry.console.state import RunState
-from armillary.telemetry.console.text import printable
 from armillary.telemetry.format import duration
+from armillary.telemetry.text import printable
 
 _REFRESH_PER_SECOND = 2
-_KEPT = ("start", "validation", "checkpoint", "warning", "error", "sample", "profile", "stop")
+_SHOWN_IN_PANEL = ("step",)
 _SPOKEN_AFTER = 2.0
 
 
@@ -40,7 +40,7 @@ class LiveConsole:
         with self._lock:
             self._state.take(event)
         self._open()
-        line = event_line(event, self._state) if event["kind"] in _KEPT else None
+        line = event_line(event, self._state) if event["kind"] not in _SHOWN_IN_PANEL else None
         if line is not None:
             style = "yellow" if event["kind"] in ("warning", "error") else "dim"
             self._console.print(Text(printable(line), style=style), soft_wrap=True)

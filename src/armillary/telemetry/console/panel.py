@@ -12,10 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from armillary.telemetry.console.sparkline import sparkline
 from armillary.telemetry.console.state import RunState
-from armillary.telemetry.console.text import printable
 from armillary.telemetry.format import byte_count, duration, flop_rate, number, percent, quantity
+from armillary.telemetry.sparkline import sparkline
+from armillary.telemetry.text import printable
 
 _LABEL_WIDTH = 8
 _FRAME_WIDTH = 4

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 from armillary.foundation.progress import Advance
 from armillary.telemetry.console.state import RunState
-from armillary.telemetry.console.text import printable
 from armillary.telemetry.format import byte_count, count_of, duration, number, percent, quantity
+from armillary.telemetry.text import printable
 
 _FIRST_LINE_AFTER = 2.0
 _LINE_EVERY = 10.0

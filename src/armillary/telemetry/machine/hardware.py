@@ -9,7 +9,7 @@ import torch
 
 from armillary.telemetry.format import byte_count, flop_rate
 from armillary.telemetry.machine.finding import Finding, finding
-from armillary.telemetry.machine.host import memory_bytes
+from armillary.telemetry.machine.host import available_cores, memory_bytes
 from armillary.telemetry.machine.measure import (
     disk_write_rate,
     matrix_product_flops,
@@ -95,7 +95,14 @@ def matrix_finding(*, quick: bool) -> Finding:
     """Rates of matrix products; on a CPU the peaks for MFU are stored from here."""
     device = compute_device()
     budget = 0.15 if quick else 0.7
-    rates = {name: matrix_product_flops(dtype, device, budget) for name, dtype in _FORMATS.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(available_cores())  # the peak is the whole machine's
+    try:
+        rates = {
+            name: matrix_product_flops(dtype, device, budget) for name, dtype in _FORMATS.items()
+        }
+    finally:
+        torch.set_num_threads(threads)
     text = ", ".join(f"{name} {flop_rate(rate)}" for name, rate in rates.items())
     advice = ""
     if device.type == "cpu":

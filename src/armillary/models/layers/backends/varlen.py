@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+import inspect
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from armillary.foundation.errors import Problem, UserError
 from armillary.models.layers.backends.base import Visible
 from armillary.models.layers.documents import Documents
+
+_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether this torch's varlen_attn shares key heads by itself: 2.12 and 2.13 do."""
 
 
 class Varlen:
@@ -26,25 +32,29 @@ class Varlen:
             documents = Documents.from_lengths([[length]] * batch, tokens.device)
         ends = documents.cumulative_lengths()
         padded = 1 << (ends.numel() - 1).bit_length()
-        return torch.nn.functional.pad(ends, (0, padded - ends.numel()), value=batch * length)
+        return F.pad(ends, (0, padded - ends.numel()), value=batch * length)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
         """See `AttentionBackend.attend`."""
-        if query.device.type != "cuda":
-            raise UserError(_cannot(f"there is no kernel for {query.device.type}"))
-        if query.dtype not in (torch.bfloat16, torch.float16):
-            raise UserError(_cannot(f"its kernel computes in 16 bit, not in {query.dtype}"))
-        from torch.nn.attention.varlen import varlen_attn
-
+        _require_kernel(query)
+        options: dict[str, Any] = {"window_size": (-1, 0)}  # all before, none after: causal
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and _GROUPS:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         batch, heads, length, width = query.shape
         ends = cast("Tensor", visible)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [T, H, P]
-        grouped = heads != key.shape[1]
-        window = (-1, 0)  # everything before, nothing after: causal
-        out = varlen_attn(
-            q, k, v, ends, ends, length, length, window_size=window, enable_gqa=grouped
-        )
+        out = varlen_attn(q, k, v, ends, ends, length, length, **options)
         return cast("Tensor", out).view(batch, length, heads, width).transpose(1, 2)
+
+
+def _require_kernel(query: Tensor) -> None:
+    if query.device.type != "cuda":
+        raise UserError(_cannot(f"there is no kernel for {query.device.type}"))
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise UserError(_cannot(f"its kernel computes in 16 bit, not in {query.dtype}"))
 
 
 def _cannot(why: str) -> Problem:
