@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from data_examples import write_texts
 
 from armillary.cli.main import main
 from armillary.data.config import Bytes, Data, Text
+from data_examples import write_texts
 
 
 @pytest.fixture

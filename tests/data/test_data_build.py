@@ -121,7 +121,9 @@ def test_the_store_holds_every_document_whole_with_the_asked_special_tokens(tmp_
             assert list(split.ids) == sorted(split.ids)
         assert seen == texts
         held_out = store.splits["validation"]
-        assert [texts[identifier] for identifier in held_out.ids] == list(held_out.documents_bytes())
+        assert [texts[identifier] for identifier in held_out.ids] == list(
+            held_out.documents_bytes()
+        )
 
 
 def test_which_documents_are_held_out_depends_on_nothing_but_their_ids(tmp_path: Path) -> None:
@@ -330,7 +332,10 @@ def test_what_workers_raise_arrives_and_a_dead_worker_is_named() -> None:
         }
     with pytest.raises(ZeroDivisionError), workers.WorkerPool(2) as pool:
         list(pool.run(divmod, [(1, 1), (1, 0)]))
-    with pytest.raises(RunError, match=r"a data worker died \(exit code 3"), workers.WorkerPool(2) as pool:
+    with (
+        pytest.raises(RunError, match=r"a data worker died \(exit code 3"),
+        workers.WorkerPool(2) as pool,
+    ):
         list(pool.run(os._exit, [(3,), (3,)]))
     with pytest.raises(OSError, match="missing") as caught, workers.WorkerPool(2) as pool:
         list(pool.run(os.stat, [("missing",), ("missing",)]))

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.data import corpus as corpus_module
-from armillary.data.config import HuggingFace, JsonLines, Mixture, Parquet, Part, StandardLibrary, Text
+from armillary.data.config import (
+    HuggingFace,
+    JsonLines,
+    Mixture,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Text,
+)
 from armillary.data.corpus import CorpusConfig, Source
 from armillary.data.corpus_text import decode_python_source
 from armillary.foundation.errors import Problem, UserError
@@ -45,7 +53,10 @@ def test_the_standard_library_is_every_module_by_its_relative_path() -> None:
 
 
 def test_modules_that_are_not_utf_8_are_read_as_they_declare_or_with_replacements() -> None:
-    assert decode_python_source(b"# coding: latin-1\nx = '\xe9'\r\n") == "# coding: latin-1\nx = 'é'\r\n"
+    assert (
+        decode_python_source(b"# coding: latin-1\nx = '\xe9'\r\n")
+        == "# coding: latin-1\nx = 'é'\r\n"
+    )
     assert decode_python_source(b"# coding: nonsense\n'\xe9'") == "# coding: nonsense\n'\ufffd'"
     assert decode_python_source(b"'\xf6'") == "'\ufffd'"
     assert decode_python_source("\ufeff'ö'\n".encode()) == "\ufeff'ö'\n"
@@ -142,7 +153,7 @@ def test_every_broken_line_is_named_by_file_and_line(
         ":4 has no field 'text'",
         ":5: field 'text' is a JSON null",
         ":6: character 0 is half of a surrogate pair",
-        ":7: byte 113 is not UTF-8 text",
+        ":7: byte 102 is not UTF-8 text",
         ":8: field 'text' is a JSON object",
     ]
     assert "allowed: fields of that line: id, txet" in found[2]
@@ -162,7 +173,9 @@ def test_parquet_rows_are_documents_by_row_group(tmp_path: Path) -> None:
     files = (f"{tmp_path}/*.parquet",)
     corpus = Parquet(files=files)
     assert len(corpus.sources()) == 3
-    assert read(corpus) == [(f"t.parquet:{i}", row) for i, row in enumerate(rows) if row is not None]
+    assert read(corpus) == [
+        (f"t.parquet:{i}", row) for i, row in enumerate(rows) if row is not None
+    ]
     assert "row 1: byte 0 is not UTF-8" in problems(Parquet(files=files, column="raw"))[0]
     assert "column 'n' holds a int" in problems(Parquet(files=files, column="n"))[0]
     (tmp_path / "u.parquet").write_bytes(b"not")

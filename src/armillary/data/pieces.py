@@ -231,7 +231,7 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all; after a power cut its SHA-256 tells, so it is not synced."""
+    """Writes a file whole or not at all. Not synced: after a power cut its SHA-256 tells."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.write_bytes(content)

@@ -122,7 +122,7 @@ class _Failure:
 
 
 def runs_in_workers(thing: object) -> bool:
-    """Whether a fresh interpreter finds the class of an object: by its module's name, on the path."""
+    """Whether a fresh interpreter can import the class of an object."""
     module = type(thing).__module__
     package = module.partition(".")[0]
     if package == __name__.partition(".")[0]:

@@ -52,13 +52,17 @@ def component(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         choices = _REGISTRY.setdefault(slot_of(cls), {})
         holder = choices.get(name)
-        if holder is not None and holder.__qualname__ != cls.__qualname__:
-            raise TypeError(f"{holder.__qualname__} already holds the name {name!r}")
+        if holder is not None and _where(holder) != _where(cls):
+            raise TypeError(f"{_where(holder)} already holds the name {name!r}")
         choices[name] = cls
         _NAMES[cls] = name
         return cls
 
     return register
+
+
+def _where(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def choices_of(slot: type) -> dict[str, type]:

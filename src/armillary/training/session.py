@@ -56,6 +56,7 @@ class Session:
         self._profiler = StepProfiler(assembly.recipe.telemetry, folder, log, process.rank())
         self._provenance: dict[str, Any] = {"from": "scratch"}
         self._saved_step: int | None = None
+        self._warned_of_peak = False
 
     def restore(self, found: Found, *, is_own: bool) -> None:
         """Goes to where a checkpoint stands: weights, optimizers, position, random states.
@@ -154,6 +155,11 @@ class Session:
 
     def _report(self, result: StepResult, weight: int, samples: tuple[int, int]) -> None:
         seconds = self._timer.finish()
+        rate = weight / seconds.step
+        if (warning := self._speed.warning(rate)) and not self._warned_of_peak:
+            self._warned_of_peak = True
+            hint = "set --telemetry.peak-flops, or run `armillary doctor` on the idle machine"
+            self._log.warn(warning, where="mfu", hint=hint, step=self.position.step)
         fields: dict[str, Any] = {}
         if self.assembly.recipe.telemetry.samples:
             positions = range(*samples)
@@ -170,7 +176,7 @@ class Session:
             epoch=max(self.assembly.data.training.epochs(self.position.cursor)),
             memory_peak_bytes=peak_memory_bytes(self.assembly.mesh.device),
             **seconds.fields(),
-            **self._speed.step_fields(weight / seconds.step),
+            **self._speed.step_fields(rate),
             **fields,
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from armillary.parallel import process
 from armillary.telemetry.devices import device_name, device_peak_flops
-from armillary.telemetry.peaks import mfu
+from armillary.telemetry.peaks import mfu, mfu_warning
 from armillary.training.assembly import Assembly
 from armillary.version import __version__
 
@@ -69,3 +69,7 @@ class Speed:
                 self.flops_per_token_noncausal, tokens_per_second, self.peak_flops
             ),
         }
+
+    def warning(self, tokens_per_second: float) -> str | None:
+        """Why there is no utilisation although a peak is known; None when nothing is wrong."""
+        return mfu_warning(self.flops_per_token, tokens_per_second, self.peak_flops)
