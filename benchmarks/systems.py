@@ -227,11 +227,12 @@ class _PlainModel(nn.Module):
 def plain(setting: Setting, weights: dict[str, Tensor]) -> Step:
     """A plain PyTorch loop: SDPA, full logits, `F.cross_entropy`."""
     model = _PlainModel(setting)
-    names = {name: name for name in weights}
-    for name in names:
-        for part in ("attention.", "feed_forward."):
-            names[name] = names[name].replace(part, "")
-    model.load_state_dict({names[name]: weight for name, weight in weights.items()})
+    model.load_state_dict(
+        {
+            name.replace("attention.", "").replace("feed_forward.", ""): weight
+            for name, weight in weights.items()
+        }
+    )
     tokens, labels = setting.batch()
 
     def loss() -> Tensor:

@@ -1,4 +1,4 @@
-"""Armillary: pre-train large models, from a laptop to thousands of devices, by changing a recipe."""
+"""Armillary: pre-train large models, from a laptop to thousands of devices, by a recipe."""
 
 from armillary.version import __version__
 

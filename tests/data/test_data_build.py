@@ -13,6 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import armillary.data.build as build_module
+from armillary.data import cache, pieces, workers
+from armillary.data.config import Bpe, Bytes, Data, File, JsonLines, Mixture, Part, Text
+from armillary.data.store import build, locate, verify
+from armillary.foundation.errors import RunError, UserError
 from data_examples import (
     RecordedProgress,
     read_until,
@@ -21,12 +27,6 @@ from data_examples import (
     write_mixed_corpus,
     write_texts,
 )
-
-import armillary.data.build as build_module
-from armillary.data import cache, pieces, workers
-from armillary.data.config import Bpe, Bytes, Data, File, JsonLines, Mixture, Part, Text
-from armillary.data.store import build, locate, verify
-from armillary.foundation.errors import RunError, UserError
 
 
 def texts_data(tmp_path: Path, **values: Any) -> Data:
@@ -303,7 +303,7 @@ def test_a_full_or_read_only_cache_is_a_clear_error_and_harms_no_store(
 def test_a_cache_folder_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts", 5)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="data.cache: cannot write in"):
+    with pytest.raises(UserError, match=r"data\.cache: cannot write in"):
         build(texts_data(tmp_path, cache=f"{tmp_path}/file"))
     assert (tmp_path / "file").read_text() == "mine"
 

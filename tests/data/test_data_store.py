@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_examples import write_texts
 
 from armillary.data.config import Bytes, Data, File, Text
 from armillary.data.splits import Split
 from armillary.data.store import TokenStore, build, open_store, verify
 from armillary.foundation.errors import UserError
+from data_examples import write_texts
 
 
 @pytest.fixture

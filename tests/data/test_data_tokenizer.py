@@ -142,13 +142,13 @@ def test_a_missing_special_token_is_an_error_only_where_it_is_asked_for(tmp_path
 
 
 def test_missing_and_corrupt_tokenizer_files_are_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read .*: No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*: No such file"):
         File(path=str(tmp_path / "none.json")).build()
     (tmp_path / "t.json").write_text('{"model": ')
-    with pytest.raises(UserError, match="t.json is not a tokenizer"):
+    with pytest.raises(UserError, match=r"t\.json is not a tokenizer"):
         File(path=str(tmp_path / "t.json")).build()
     (tmp_path / "t.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="t.json is not UTF-8"):
+    with pytest.raises(UserError, match=r"t\.json is not UTF-8"):
         File(path=str(tmp_path / "t.json")).build()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,23 +25,28 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a reader has saved the page's code."""
+    folder = tmp_path_factory.mktemp("reader")
     family, check = blocks("python")
-    (tmp_path / "parallel_family.py").write_text(family)
-    (tmp_path / "check.py").write_text(check)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("ARMILLARY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    yield tmp_path
-    sys.modules.pop("parallel_family", None)
+    (folder / "parallel_family.py").write_text(family)
+    (folder / "check.py").write_text(check)
+    return folder
+
+
+@pytest.fixture
+def reader(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder, gone into."""
+    monkeypatch.chdir(saved)
+    monkeypatch.setenv("ARMILLARY_CACHE", str(saved / "cache"))
+    return saved
 
 
 def test_the_page_builds_counts_and_trains(reader: Path) -> None:
-    torch.set_num_threads(1)
-    runpy.run_path(str(reader / "check.py"))
+    done = subprocess.run([sys.executable, "check.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "131,776 parameters" in done.stdout
 
 
 def test_the_pages_family_keeps_documents_apart_and_generates(reader: Path) -> None:

@@ -50,7 +50,7 @@ class ArmillaryError(Exception):
 
 
 class UserError(ArmillaryError):
-    """The user's input is wrong; nothing was started (exit code 2). Carries all problems at once."""
+    """The user's input is wrong, nothing was started (exit code 2). Holds all problems at once."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -70,5 +70,8 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 def missing_extra(extra: str, what: str) -> UserError:
     """The error for an optional library that is not installed."""
     return UserError(
-        Problem(f"{what} needs the optional dependency group {extra!r}", fix=f'pip install "armillary[{extra}]"')
+        Problem(
+            f"{what} needs the optional dependency group {extra!r}",
+            fix=f'pip install "armillary[{extra}]"',
+        )
     )

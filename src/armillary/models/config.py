@@ -43,3 +43,7 @@ class ModelConfig(Component, ABC):
     @abstractmethod
     def problems(self, seq_len: int) -> list[Problem]:
         """What is inconsistent, all at once; empty if rows of `seq_len` tokens can be trained."""
+
+    def device_problems(self, device_type: str) -> list[Problem]:
+        """What keeps the model from being trained on such a device; needs torch to ask it."""
+        return []

@@ -139,6 +139,12 @@ class DenseDecoder(ModelConfig):
         """See `ModelConfig.problems`."""
         return [*self._size_problems(), *self._head_problems(), *self._range_problems(seq_len)]
 
+    def device_problems(self, device_type: str) -> list[Problem]:
+        """See `ModelConfig.device_problems`."""
+        from armillary.models.layers.backends import attention_problems
+
+        return attention_problems(self.attention, device_type, training=True)
+
     def _size_problems(self) -> list[Problem]:
         names = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         positive = (*names, "max_seq_len", "norm_eps", "rope_theta", "init_std")

@@ -27,7 +27,8 @@ def shard_over_data(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) ->
     options: dict[str, Any] = {"mesh": mesh.device_mesh}
     if mesh.axes["dp_replicate"] == 1:
         options["mesh"] = mesh.device_mesh["dp_shard"]
-    reshard = mesh.parallel.reshard_after_forward
+    # A copy has nothing to free but the cast weights, which one process keeps for backward too.
+    reshard = mesh.parallel.reshard_after_forward and mesh.axes["dp_shard"] > 1
 
     for block in blocks_of(model):
         fully_shard(block, mp_policy=in_compute, reshard_after_forward=reshard, **options)

@@ -78,6 +78,7 @@ def _write_samples(session: Session, log: EventLog, progress: Progress) -> None:
             temperature=sampling.temperature,
             seed=assembly.recipe.seed,
             eos_id=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
             on_token=on_token,
         )
     for prompt, ids in zip(sampling.prompts, written, strict=True):

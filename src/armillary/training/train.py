@@ -50,6 +50,8 @@ def train(recipe: Recipe, *, name: str, folder: Path, resume: str = "auto") -> i
         raise UserError(found)
     tune_host_allocator()
     device = process.choose_device(recipe.parallel.device)
+    if found := recipe.model.device_problems(device.type):
+        raise UserError(found)
     joined = process.init_process_group(device)
     try:
         with StopRequest() as stop, ExitStack() as stack:
@@ -121,6 +123,7 @@ class _Run:
     def _inside(self, log: EventLog, console: RunConsole, data: RunData) -> list[str]:
         """Trains to the end of the budget; returns what to say in closing."""
         checkpoint = self._recipe.checkpoint
+
         def on_event(kind: str, fields: dict[str, object]) -> None:
             step = fields.pop("step", self._step)
             assert isinstance(step, int)
