@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels import apply_rope, reference, rms_norm, swiglu
+from armillary.kernels import apply_rope, reference, rms_norm, rows, swiglu, swiglu_linear
 
 Function = Callable[..., Tensor]
 
@@ -29,6 +29,9 @@ def _case(name: str) -> tuple[Function, Function, list[Tensor], tuple[object, ..
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     if name == "swiglu":
         return swiglu, reference.swiglu, [3 * x, torch.randn_like(x)], ()
+    if name == "swiglu_linear":
+        weight = torch.randn(6, 8, dtype=torch.float64)
+        return swiglu_linear, reference.swiglu_linear, [3 * x, torch.randn_like(x), weight], ()
     if name == "rms_norm":
         return rms_norm, reference.rms_norm, [x, torch.randn(8, dtype=torch.float64)], (1e-5,)
     shape = (5, 4) if name == "rope" else (2, 5, 4)
@@ -36,7 +39,7 @@ def _case(name: str) -> tuple[Function, Function, list[Tensor], tuple[object, ..
     return apply_rope, reference.apply_rope, [strided], _tables(*shape)
 
 
-CASES = ["swiglu", "rms_norm", "rope", "rope of packed rows"]
+CASES = ["swiglu", "swiglu_linear", "rms_norm", "rope", "rope of packed rows"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,10 +67,22 @@ def test_error_is_that_of_one_rounding(name: str, dtype: torch.dtype) -> None:
     grad = torch.randn_like(expected).to(dtype)
     got = [out.detach(), *torch.autograd.grad(out, low, grad)]
     want = [expected.detach(), *torch.autograd.grad(expected, exact, grad.double())]
-    roundings = 3 if name == "swiglu" else 1  # its products pass through the working dtype
+    roundings = 3 if "swiglu" in name else 1  # its products pass through the working dtype
     for g, w in zip(got, want, strict=True):
         assert g.dtype == dtype
         assert float((g - w).norm() / w.norm()) < roundings * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_work_in_pieces_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, _, inputs, rest = _case(name)
+    inputs = [x.requires_grad_() for x in inputs]
+    results = []
+    for elements in (1 << 18, 50):
+        monkeypatch.setattr(rows, "_ELEMENTS", elements)
+        out = kernel(*inputs, *rest)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", CASES)

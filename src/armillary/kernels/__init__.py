@@ -7,7 +7,7 @@ from armillary.kernels.cross_entropy import linear_cross_entropy
 from armillary.kernels.host_memory import tune_host_allocator
 from armillary.kernels.norm import rms_norm
 from armillary.kernels.rope import apply_rope
-from armillary.kernels.swiglu import swiglu
+from armillary.kernels.swiglu import swiglu, swiglu_linear
 
 __all__ = [
     "apply_rope",
@@ -15,5 +15,6 @@ __all__ = [
     "linear_cross_entropy",
     "rms_norm",
     "swiglu",
+    "swiglu_linear",
     "tune_host_allocator",
 ]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128
-_SCRATCH_ELEMENTS = 1 << 19
-"""Scores that one step of the loop holds at a time; 2 MiB in fp32, to stay in cache."""
+_SCRATCH_ELEMENTS = 1 << 20
+"""Scores that one step of the loop holds at a time; 4 MiB in fp32, to stay in cache."""
 
 
 def blocked_attention(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.rows import pieces
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dim, in the dtype of x.
@@ -28,22 +30,32 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        wide = x.to(exact)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
-        ctx.save_for_backward(x, weight, inverse)
-        out: Tensor = (wide * inverse).mul_(weight).to(x.dtype)
-        return out
+        rows = x.reshape(-1, x.shape[-1])  # [T, D]
+        gain = weight.to(exact)
+        out = torch.empty_like(rows)
+        inverse = rows.new_empty(rows.shape[0], 1, dtype=exact)
+        for piece in pieces(rows):
+            wide = rows[piece].to(exact)
+            norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            inverse[piece] = r
+            out[piece] = (wide * r).mul_(gain)
+        ctx.save_for_backward(rows, weight, inverse)
+        return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        width = x.shape[-1]
-        gain = weight.to(inverse.dtype)
-        normed = (x.to(inverse.dtype) * inverse).view(-1, width)
-        wide = grad.to(inverse.dtype).reshape(-1, width)
-        product = wide * normed
-        grad_weight = product.sum(dim=0).to(weight.dtype)
-        mean = (product @ gain).div_(width)[:, None]
-        grad_x = (wide * gain).addcmul_(normed, mean, value=-1).view(x.shape).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight, None
+        exact, width = inverse.dtype, x.shape[-1]
+        gain = weight.to(exact)
+        grads = grad.reshape(-1, width)
+        grad_x, grad_gain = torch.empty_like(x), torch.zeros_like(gain)
+        for piece in pieces(x):
+            r = inverse[piece]
+            normed = x[piece].to(exact) * r
+            g = grads[piece].to(exact)
+            product = g * normed
+            grad_gain += product.sum(dim=0)
+            mean = (product @ gain).div_(width)[:, None]
+            grad_x[piece] = (g * gain).addcmul_(normed, mean, value=-1).mul_(r)
+        return grad_x.view(grad.shape), grad_gain.to(weight.dtype), None

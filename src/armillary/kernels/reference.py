@@ -46,6 +46,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """swiglu(gate, up) weightᵀ."""
+    return swiglu(gate, up) @ weight.mT
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dim. (arXiv 1910.07467, eq. 4)"""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight

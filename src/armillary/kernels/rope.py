@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.rows import pieces
+
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x[i], x[i + P/2]) by the angles in the tables; computed in fp32.
+    """Rotates the pairs (x[i], x[i + P/2]) by the angles in the tables, in their precision.
 
     (Su et al. 2021, arXiv 2104.09864, eq. 34, with the halves paired.) The result is contiguous;
     the gradient lies in memory as `[B, S, H, P]`, as the projection before the rotation wants it.
@@ -23,15 +25,18 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotation in the tables' precision or better, contiguous."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]  # [B, 1, S, P/2]
-    wide = x.to(torch.promote_types(x.dtype, cos.dtype), memory_format=torch.contiguous_format)
-    first, second = wide.chunk(2, dim=-1)
-    swapped = torch.cat((second, first), dim=-1)
-    rotated = wide * torch.cat((cos, cos), dim=-1)
-    return rotated.addcmul_(swapped, torch.cat((-sin, sin), dim=-1))
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    for piece in pieces(x):
+        wide = x[piece].to(dtype, memory_format=torch.contiguous_format)
+        first, second = wide.chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+        here = piece if cos.dim() == 4 else ...
+        out[piece] = (wide * cos[here]).addcmul_(swapped, sin[here])
+    return out
 
 
 class _Rope(torch.autograd.Function):
@@ -40,11 +45,11 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin).to(x.dtype).contiguous()
+        return _rotate(x, cos, sin, x.new_empty(x.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         batch, heads, length, head_dim = grad.shape
         grad_x = grad.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-        return grad_x.copy_(_rotate(grad, cos, -sin)), None, None
+        return _rotate(grad, cos, -sin, grad_x), None, None

@@ -62,7 +62,7 @@ class AdamW(OptimizerConfig):
             raise UserError(problems)
         groups = split_by_decay(named, self.no_decay, self.weight_decay)
         optimizer = build_adamw(groups, lr=self.lr, betas=self.betas, eps=self.eps)
-        return Optimizers([optimizer], {parameter: name for name, parameter in named.items()})
+        return Optimizers([optimizer])
 
 
 def adamw_checks(

@@ -125,7 +125,7 @@ class Muon(OptimizerConfig):
             optimizers.append(
                 build_adamw(groups, lr=self.adamw_lr, betas=self.adamw_betas, eps=self.adamw_eps)
             )
-        return Optimizers(optimizers, {parameter: name for name, parameter in named.items()})
+        return Optimizers(optimizers)
 
     def _muon(self, groups: list[Group]) -> torch.optim.Optimizer:
         import torch

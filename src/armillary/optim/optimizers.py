@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 
 class Optimizers:
@@ -13,14 +12,10 @@ class Optimizers:
 
     Args:
         optimizers: torch optimizers over disjoint parameters.
-        names: the name of each parameter; decides the keys of `state`.
     """
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]
-    ) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self._names = dict(names)
         self._base_rates = [
             [float(group["lr"]) for group in optimizer.param_groups]
             for optimizer in self.optimizers
@@ -46,51 +41,3 @@ class Optimizers:
     def learning_rate(self) -> float:
         """The current rate of the first group: for Muon, that of the matrices."""
         return float(self.optimizers[0].param_groups[0]["lr"])
-
-    @torch.no_grad()
-    def state(self) -> dict[str, Tensor]:
-        """The live state tensors by `<parameter name>.<quantity>`, e.g. `norm.weight.exp_avg`.
-
-        Tensors have the placements of their parameters, so a checkpoint of them fits any mesh.
-        State that does not exist yet is made, as it is before the first step. To load is to write
-        into these tensors.
-        """
-        for optimizer in self.optimizers:
-            self._materialise(optimizer)
-        return {
-            f"{self._names[parameter]}.{quantity}": value
-            for optimizer in self.optimizers
-            for parameter, values in optimizer.state.items()
-            for quantity, value in values.items()
-            if isinstance(value, Tensor)
-        }
-
-    def _materialise(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes missing state by an update with rate 0 and gradient 0, then zeroes it."""
-        missing = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if not optimizer.state.get(parameter)
-        ]
-        if not missing:
-            return
-        kept: dict[Tensor, Tensor | None] = {}
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                kept[parameter] = parameter.grad
-        for parameter in kept:
-            parameter.grad = None
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for parameter in missing:
-            for value in optimizer.state[parameter].values():
-                if isinstance(value, Tensor):
-                    value.zero_()

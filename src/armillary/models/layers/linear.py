@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.kernels import swiglu_linear
 from armillary.models.layers.initializer import Initializer, truncated_normal
 
 
@@ -24,3 +25,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., inputs]` -> `[..., outputs]`."""
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class GatedLinear(Linear):
+    """y = (silu(gate) * up) Wᵀ; the product inside is not kept for the backward pass."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        """gate and up `[..., inputs]` -> `[..., outputs]`."""
+        return swiglu_linear(gate, up, self.weight.to(gate.dtype))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from armillary.kernels import swiglu
-from armillary.models.layers.linear import Linear
+from armillary.models.layers.linear import GatedLinear, Linear
 
 
 class SwiGLU(nn.Module):
@@ -15,9 +14,9 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = Linear(dim, hidden, std=std)
         self.up = Linear(dim, hidden, std=std)
-        self.down = Linear(hidden, dim, std=output_std)
+        self.down = GatedLinear(hidden, dim, std=output_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[B, S, D]` -> `[B, S, D]`, `[B, S, F]` wide inside."""
-        out: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
+        out: Tensor = self.down(self.gate(x), self.up(x))
         return out
