@@ -129,9 +129,9 @@ def _report(precision: str, workers: list[_Worker], machine: dict[str, Any]) -> 
         best_speed = max(row["tokens_per_second"] for row in others)
         for row in rows.values():
             row["speed_over_best_other"] = row["tokens_per_second"] / best_speed
-        fastest = next(row for row in others if row["tokens_per_second"] == best_speed)
+        leanest = min(row["peak_bytes"] for row in others)
         for row in rows.values():
-            row["memory_over_best_other"] = row["peak_bytes"] / fastest["peak_bytes"]
+            row["memory_over_best_other"] = row["peak_bytes"] / leanest
     losses = [worker.facts["losses"] for worker in workers]
     spread = max(max(step) - min(step) for step in zip(*losses, strict=True))
     agree = spread <= LOSS_TOLERANCE[precision]

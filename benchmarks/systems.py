@@ -1,7 +1,7 @@
 """The systems that `speed.py` compares: each returns a function that takes one training step.
 
 All train the same Llama from the same weights on the same tokens: AdamW (fused, no weight decay,
-rate 1e-3, betas 0.9 and 0.95), gradients clipped at a global norm of 1, loss averaged over valid
+rate 1e-4, betas 0.9 and 0.95), gradients clipped at a global norm of 1, loss averaged over valid
 tokens. In bfloat16, Armillary keeps its residual stream in bfloat16; the others run under autocast.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 Step = Callable[[], float]
 """Takes one optimizer step and returns its loss, in nats per valid token."""
 
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 

@@ -51,7 +51,7 @@ def tiny_recipe(folder: Path, *, steps: int, parallel: Parallel | None = None) -
         budget=Budget(steps=steps, batch_tokens=512, seq_len=32),
         optimizer=AdamW(lr=1e-3),
         schedule=WarmupStableDecay(warmup_steps=3, decay_fraction=0.3),
-        parallel=parallel or Parallel(),
+        parallel=parallel or Parallel(device="cpu"),
         precision=Precision(compute="float32"),
         validation=Validation(every=7, sequences=4),
         checkpoint=Checkpoint(every=0),

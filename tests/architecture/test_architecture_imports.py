@@ -90,7 +90,11 @@ def test_models_know_nothing_of_ranks() -> None:
 
 
 def test_configuration_and_launch_load_no_torch() -> None:
-    modules = ["parallel", "precision", "launch.local", "foundation.errors"]
+    modules = [
+        "parallel", "precision", "launch.local", "foundation.errors", "foundation.machine",
+        "data.config", "optim.adamw", "optim.muon", "optim.schedule", "tasks.next_token",
+        "telemetry.config", "models", "recipe",
+    ]  # fmt: skip
     imports = "".join(f"import armillary.{module}\n" for module in modules)
     code = f"import sys\n{imports}assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -348,3 +348,19 @@ def test_a_mismatch_is_reported_both_ways_before_anything_is_loaded(folder: Path
         with pytest.raises(UserError, match=r"checkpoint torch.float32, model torch.float64"):
             store.load(found, state)
         assert not state["model"]["weight"].any()
+
+
+def test_a_folder_that_fails_the_machine_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with CheckpointStore(folder) as store:
+        save(store, 10)
+        monkeypatch.setattr(Path, "iterdir", fail)
+        monkeypatch.setattr(Path, "glob", fail)
+        for act in (store.clean, store.find, lambda: store.set_aside_after(0)):
+            with pytest.raises(RunError, match="PermissionError") as error:
+                act()
+            assert str(folder) in str(error.value) and "try: " in str(error.value)

@@ -15,6 +15,7 @@ import pytest
 from armillary.cli import main as cli
 from armillary.cli.parser import Parser
 from armillary.foundation.errors import Problem, RunError, UserError
+from armillary.foundation.tell import WORDS_VARIABLE
 from snapshots import assert_matches_snapshot
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -135,14 +136,40 @@ def test_the_unexpected_is_one_line_unless_the_traceback_is_asked_for(
     assert capsys.readouterr().err.startswith("Traceback")
 
 
-def test_of_the_ranks_of_a_machine_one_tells_what_is_wrong_with_the_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_every_rank_sees_one_tells_and_what_one_sees_it_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert raising(UserError(Problem("a")), monkeypatch) == 2
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", "debug", "--optimizer.lr", "-1"]) == 2
     assert capsys.readouterr().err == ""
-    assert raising(RunError(Problem("mine alone")), monkeypatch) == 1
-    assert capsys.readouterr().err == "error: mine alone\n"
+    for error, code in ((UserError(Problem("mine")), 2), (RunError(Problem("mine")), 1)):
+        assert raising(error, monkeypatch) == code
+        assert capsys.readouterr().err == "error: mine\n"
+    monkeypatch.setenv(WORDS_VARIABLE, str(tmp_path / "words"))
+    assert cli.main(["train", "debug", "--optimizer.lr", "-1"]) == 2
+    assert raising(KeyboardInterrupt(), monkeypatch) == 130
+    assert capsys.readouterr().err == ""
+    words = (tmp_path / "words").read_text()
+    assert words.startswith("error: optimizer.lr = -1.0")
+    assert words.endswith("\ninterrupted\n")
+    monkeypatch.setenv(WORDS_VARIABLE, str(tmp_path / "gone" / "words"))
+    assert raising(RunError(Problem("no launcher")), monkeypatch) == 1
+    assert capsys.readouterr().err == "error: no launcher\n"
+
+
+def test_the_command_line_that_main_was_given_is_what_ranks_are_started_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(
+        "armillary.launch.local.launch", lambda argv, nproc: started.append((argv, nproc)) or 75
+    )
+    typed = ["train", "debug", "--nproc", "2", "--run", "here", "--parallel.device", "cpu"]
+    assert cli.main(typed) == 75
+    assert started == [(typed, 2)]
 
 
 @pytest.mark.parametrize(

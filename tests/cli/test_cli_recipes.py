@@ -53,6 +53,11 @@ def test_diff_puts_values_side_by_side(capsys: pytest.CaptureFixture[str]) -> No
         ["optimizer.lr", "0.0003", "0.00015"]
     ]
     assert output("diff debug debug", capsys) == "no value differs\n"
+    # A value may be spelled as a recipe is, and words may stand after options.
+    same = output("diff llama3-8b --telemetry.wandb-project debug debug --json", capsys)
+    assert "telemetry.wandb_project" not in [item["leaf"] for item in json.loads(same)]
+    assert main(["recipes", "diff", "debug", "starter", "--jsn"]) == 2
+    assert "try: --json" in capsys.readouterr().err
     same = output("diff llama3-8b llama3-70b --optimizer.lr 1 --json", capsys)
     assert "optimizer.lr" not in [item["leaf"] for item in json.loads(same)]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import telemetry_examples as examples
-from armillary.cli import runs_command
 from armillary.cli.main import main
 from armillary.telemetry import summary
 from armillary.telemetry.events import EventLog
@@ -185,4 +184,3 @@ def test_runs_needs_no_torch(tmp_path):
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert runs_command.__doc__

@@ -9,6 +9,7 @@ import random
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -229,7 +230,7 @@ def test_every_kind_of_unusable_corpus_is_one_clear_error(tmp_path: Path) -> Non
         ({"corpus": Mixture()}, "data.corpus.parts is empty"),
         (
             {"corpus": Mixture(parts=(Part(corpus=Mixture(), weight=-1.0),))},
-            "data.corpus.parts[0].weight = -1.0",
+            "data.corpus.parts.0.weight = -1.0",
         ),
         ({"validation_fraction": 1.0}, "data.validation_fraction = 1.0"),
         ({"workers": -1}, "data.workers = -1"),
@@ -344,6 +345,26 @@ def test_what_workers_raise_arrives_and_a_dead_worker_is_named() -> None:
         from armillary.data.token_store import read_manifest
 
         list(pool.run(read_manifest, [(Path("nowhere"),)] * 2))
+
+
+def test_a_call_or_an_answer_that_cannot_travel_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "only_here", ModuleType("only_here"))
+    exec("def call(number): pass", vars(sys.modules["only_here"]))
+    call = sys.modules["only_here"].call
+    with pytest.raises(ModuleNotFoundError, match="only_here"), workers.WorkerPool(2) as pool:
+        list(pool.run(call, [(1,), (2,)]))
+    with pytest.raises(TypeError, match="pickle"), workers.WorkerPool(2) as pool:
+        list(pool.run(memoryview, [(b"1",), (b"2",)]))
+    # The current folder counts where this interpreter's path has it, as `python -c` does.
+    (tmp_path / "in_this_folder.py").write_text("def call(number): return number + 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    with workers.WorkerPool(2) as pool:
+        call = importlib.import_module("in_this_folder").call
+        assert dict(pool.run(call, [(1,), (2,)])) == {0: 2, 1: 3}
+    sys.modules.pop("in_this_folder")
 
 
 def test_classes_that_only_this_process_knows_are_read_in_this_process(

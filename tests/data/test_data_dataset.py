@@ -1,15 +1,20 @@
 """Batches are pure functions of positions: right labels, and every sample of an epoch once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.data.config import Bytes, Data, Text
 from armillary.data.dataset import ID_BITS, PackedDataset, ValidationDataset
 from armillary.data.packing import BestFit, Concatenate
 from armillary.data.splits import Split
+from armillary.data.store import build
 from armillary.foundation.errors import UserError
+from data_examples import write_texts
 
 
 def split_of(lengths: list[int], base: int = 0) -> Split:
@@ -171,6 +176,27 @@ def test_a_limited_validation_is_a_fixed_choice_of_whole_documents() -> None:
         few.documents.tolist() == ValidationDataset(split, seq_len=16, limit=5).documents.tolist()
     )
     assert ValidationDataset(split_of([40, 30]), seq_len=4, limit=1).documents.tolist() == [1]
+
+
+def test_documents_too_large_for_a_limit_do_not_crowd_out_those_that_fit() -> None:
+    for large in range(12):  # wherever the order puts them
+        lengths = [9] * 40
+        lengths[large : large + 20] = [100] * 20
+        few = ValidationDataset(split_of(lengths), seq_len=16, limit=4)
+        assert few.n_tokens == 8 * 8
+        assert set(np.array(lengths)[few.documents]) == {9}
+
+
+def test_bits_per_byte_count_the_text_that_is_scored(tmp_path) -> None:
+    write_texts(tmp_path / "texts", 40)
+    corpus = Text(files=(f"{tmp_path}/texts/**/*.txt",))
+    for bos in (True, False):
+        data = Data(corpus=corpus, tokenizer=Bytes(), bos=bos, eos=False, cache=f"{tmp_path}/cache")
+        split = build(replace(data, validation_fraction=0.3)).splits["validation"]
+        held_out = ValidationDataset(split, seq_len=32)
+        # With a uniform model every token costs 8 bits, and every token is a byte.
+        assert held_out.n_tokens * 8 / held_out.n_bytes == 8
+        assert split.n_bytes - held_out.n_bytes == (0 if bos else split.n_documents)
 
 
 def test_impossible_data_is_refused_with_numbers_and_a_fix() -> None:

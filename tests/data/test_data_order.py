@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.order import LARGEST, epoch_of, index
+from armillary.data.order import LARGEST, index
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -92,7 +92,3 @@ def test_the_order_never_changes_between_versions() -> None:
     # A resumed run counts on it: a change here is a change of every run's data.
     assert index(0, 0, np.arange(8), 1000).tolist() == [110, 539, 471, 661, 943, 774, 53, 843]
     assert index(1, 2, 3, 10**15) == 538_070_674_013_817
-
-
-def test_a_global_position_is_an_epoch_and_a_position_in_it() -> None:
-    assert [epoch_of(position, 5) for position in (0, 4, 5, 11)] == [(0, 0), (0, 4), (1, 0), (2, 1)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Parsed
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from armillary.data.config import Bpe, Bytes, File
 from armillary.data.tokenizer import (
@@ -20,7 +20,7 @@ from armillary.data.tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
-from armillary.data.tokenizer_words import cuts_words_like_gpt2
+from armillary.data.tokenizer_words import WordEncoder, cuts_words_like_gpt2
 from armillary.foundation.errors import UserError
 
 TEXTS = [
@@ -169,6 +169,29 @@ def test_the_quick_way_is_taken_only_where_it_gives_the_same_ids(tmp_path: Path)
     added = made()
     added.add_tokens(["ring"])
     assert not cuts_words_like_gpt2(added)
+
+
+def test_lines_that_are_not_ascii_are_not_remembered() -> None:
+    encoder = WordEncoder(Parsed.from_str(MADE.files()["tokenizer.json"]))
+    texts = ["a ring\nthe déjà vu\nof", "déjà vu\n", "a ring"] * 2
+    for _ in range(2):
+        found = [ids.tolist() for ids in encoder.encode_batch(texts)]
+        assert found == [MADE.encode(text) for text in texts]
+    assert set(encoder._known) == {"a", " ring", "\n", "of"}
+
+
+def test_a_first_token_stands_for_as_many_bytes_as_it_was_made_of(tmp_path: Path) -> None:
+    assert Bytes().build().byte_count(ord("x")) == 1
+    for text in ["ring", "星", "x"]:
+        ids = MADE.encode(text)
+        assert sum(map(MADE.byte_count, ids)) == len(text.encode())
+    named = File(path=str(published(tmp_path / "t"))).build()
+    assert named.byte_count(named.encode("a")[0]) == 1
+    pieces = Parsed(models.BPE({"▁": 0, "<0xE6>": 1, "é": 2, "▁é": 3}, [("▁", "é")]))
+    pieces.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    by_piece = File(path=str(tmp_path)).build()
+    assert [by_piece.byte_count(token) for token in (1, 2, 3)] == [1, 2, 2]
 
 
 def test_ids_come_as_unsigned_integers() -> None:

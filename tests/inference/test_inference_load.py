@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said_so(run: Path) -> No
     (run / "checkpoints" / "step-00000004" / "state.json").write_text("{}")
     trained = load_trained(run, device=CPU)
     assert trained.checkpoint.step == 2
-    assert "step-00000004 does not verify" in trained.checkpoint.reasons[0]
+    assert re.match(r"skipped .*step-00000004: state.json", trained.checkpoint.reasons[0])
     with pytest.raises(UserError, match="step-00000004 does not verify"):
         load_trained(run, step=4, device=CPU)
 

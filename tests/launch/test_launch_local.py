@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from armillary.foundation.tell import WORDS_VARIABLE
 from armillary.launch.local import launch
 
 PYTHON = (sys.executable, "-S", "-c")
@@ -54,9 +55,35 @@ def test_the_exit_code_is_75_if_no_rank_failed_and_the_failed_ranks_code_otherwi
     assert run(script, 2) == code
 
 
-def test_wrong_input_is_told_once_by_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("print('error: no such recipe', file=sys.stderr); sys.exit(2)", 2) == 2
-    assert capfd.readouterr().err == "error: no such recipe\n"
+SAY = f"""
+def fail(text, code):
+    open(os.environ[{WORDS_VARIABLE!r}], "a").write(text + "\\n"); sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "shown"),
+    [
+        ("fail('error: no such recipe', 2)", 2, "error: no such recipe\n"),
+        (
+            "fail('error: no GPU', 2) if rank == 1 else time.sleep(60)",
+            2,
+            "error: rank 1 failed with exit code 2\nerror: no GPU\n",
+        ),
+        (
+            "fail('error: disk on fire', 7) if rank == 2 else time.sleep(0.1); fail('lost', 1)",
+            7,
+            "error: rank 2 failed with exit code 7\nerror: disk on fire\n",
+        ),
+        ("sys.exit(130)", 130, ""),
+    ],
+    ids=["all see it", "one sees it", "others fail of it", "people ended it"],
+)
+def test_why_ranks_failed_is_told_once(
+    script: str, code: int, shown: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(SAY + script, 3, grace_seconds=0.3) == code
+    assert capfd.readouterr().err == shown
 
 
 def test_a_failing_rank_is_shown_and_ends_the_others_even_stubborn_ones(

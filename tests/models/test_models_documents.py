@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from armillary.foundation.errors import UserError
-from armillary.models.layers.backends import BACKENDS, attention_problems, backend_for
+from armillary.models.layers.backends import BACKENDS, Conditions, attention_problems, backend_for
 from armillary.models.layers.backends import varlen as varlen_module
 from armillary.models.layers.documents import Documents
+from armillary.models.llama.config import Llama
 from model_cases import FAMILIES, build, random_tokens, relative_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -25,7 +27,7 @@ def test_starts_and_positions_follow_from_lengths() -> None:
     assert documents.starts.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6]
     assert documents.cumulative_lengths().tolist() == [0, 3, 4, 6, 12]
     assert documents.cumulative_lengths().dtype == torch.int32
-    assert (documents.longest, documents.one_per_row) == (6, False)
+    assert not documents.one_per_row
 
 
 @pytest.mark.parametrize("lengths", [[[2], [3]], [[2, 0]], [[2], []], [[]]])
@@ -85,15 +87,31 @@ def test_backends_agree_on_logits_and_gradients(family: str) -> None:
 
 
 def test_a_backend_that_cannot_run_here_says_so_before_and_during() -> None:
-    assert attention_problems("auto", "cpu", training=True) == []
-    assert attention_problems("flex", "cpu", training=False) == []
-    assert "no backward pass" in attention_problems("flex", "cpu", training=True)[0].message
-    assert "no kernel for cpu" in attention_problems("varlen", "cpu", training=False)[0].message
-    assert backend_for("auto", "cpu") is BACKENDS["blocked"]
-    assert backend_for("auto", "mps") is BACKENDS["sdpa"]
+    cpu = Conditions(device_type="cpu", head_width=16)
+    assert attention_problems("auto", cpu) == []
+    assert attention_problems("flex", replace(cpu, training=False)) == []
+    assert "no backward pass" in attention_problems("flex", cpu)[0].message
+    assert "no kernel for cpu" in attention_problems("varlen", cpu)[0].message
+    assert backend_for("auto", "cpu", 16) is BACKENDS["blocked"]
+    assert backend_for("auto", "mps", 16) is BACKENDS["sdpa"]
     for attention in ("flex", "varlen"):
         with pytest.raises(UserError, match=f"model.attention = {attention}"):
             build(FAMILIES["llama"], attention=attention)(random_tokens(1, 8))
+
+
+def test_the_limits_of_cuda_kernels_are_known_before_a_tensor_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # triton is there
+    assert Llama(attention="varlen").device_problems("cuda") == []
+    (problem,) = Llama(attention="varlen").device_problems("cuda", "float32")
+    assert "computes in 16 bit, not in float32" in problem.message
+    assert Llama(attention="flex", head_dim=16).device_problems("cuda", "float32") == []
+    (problem,) = Llama(attention="flex", head_dim=8).device_problems("cuda")
+    assert "flex needs heads of 16 or wider on cuda, and they are 8 wide" in problem.message
+    assert Llama(head_dim=8).device_problems("cuda") == []
+    assert backend_for("auto", "cuda", 16) is BACKENDS["flex"]
+    assert backend_for("auto", "cuda", 8) is BACKENDS["sdpa"]
 
 
 def test_varlen_reads_the_same_cut_padded_to_a_power_of_two() -> None:
@@ -123,7 +141,7 @@ def test_varlen_hands_documents_over_as_sequences(
     groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen_module, "varlen_attn", attention_by_sequence)
-    monkeypatch.setattr(varlen_module, "_require_kernel", lambda query: None)
+    monkeypatch.setattr(varlen_module, "_limits", lambda device_type, dtype: [])
     monkeypatch.setattr(varlen_module, "_GROUPS", groups)
     tokens, documents = random_tokens(3, 130), Documents.from_lengths(LENGTHS)
     ours, expected = (

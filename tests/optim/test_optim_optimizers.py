@@ -9,7 +9,7 @@ from optim_toy import Toy, backward, rows_of, shard
 from armillary.checkpoint.state import gather_state
 from armillary.foundation.component import choices_of
 from armillary.foundation.errors import UserError
-from armillary.optim.adamw import AdamW
+from armillary.optim.adamw import FUSED_DEVICES, AdamW
 from armillary.optim.config import OptimizerConfig
 from armillary.optim.gathered_muon import GatheredMuon, orthogonalise
 from armillary.optim.muon import Muon
@@ -49,6 +49,14 @@ def test_norms_biases_and_embeddings_do_not_decay_by_default() -> None:
     groups = names_by_decay(model, adamw)
     assert groups[0.3] == matrices | {"head.weight"}
     assert groups[0.0] == {n for n, _ in model.named_parameters()} - groups[0.3]
+
+
+def test_adamw_is_fused_where_torch_says_it_can_be() -> None:
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    assert torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])
+    assert set(FUSED_DEVICES) <= set(_get_fused_kernels_supported_devices())
+    assert AdamW().build(Toy()).optimizers[0].defaults["fused"] is True
 
 
 def test_patterns_choose_what_decays() -> None:

@@ -60,7 +60,7 @@ CASES = [
         "       allowed: 1 or more, or -1 for the ranks that the other axes leave\n"
         "       try: --parallel.dp-shard -1\n"
         "error: parallel.device = gpu is no kind of device\n"
-        "       allowed: auto, cpu, cuda, mps\n"
+        "       allowed: auto, cpu, cuda\n"
         "       try: --parallel.device auto",
     ),
 ]
@@ -105,7 +105,13 @@ def test_checkpointing_is_chosen_by_name_and_says_what_blocks_keep() -> None:
 def test_values_that_make_no_sense_are_named() -> None:
     assert Full().problems() == [] == Selective().problems() == Compile().problems()
     assert "k = 0" in EveryK(k=0).problems()[0].message
-    assert "'mm'" in Selective(save=("mm", "aten::mm")).problems()[0].message
+    wrong = Selective(save=("mm", "aten::mm", "aten::mmm", "aten::silu")).problems()
+    assert ["'mm'" in wrong[0].message, "'aten::mmm'" in wrong[1].message] == [True, True]
+    assert wrong[1].fix == "--activation-checkpoint.save '[\"aten::mm\"]'"
+    assert len(wrong) == 2
+    assert Compile(backend="eager").problems() == []
+    (problem,) = Compile(backend="aot_eager", mode="max-autotune").problems()
+    assert problem.fix == "--compile.mode default"
     problems = Compile(backend="llvm", mode="fast").problems()
     assert [problem.fix for problem in problems] == [
         "--compile.backend inductor",

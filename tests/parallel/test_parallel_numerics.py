@@ -12,6 +12,7 @@ import torch
 from parallel_cases import Case, Trace, tiny, traces
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.foundation.errors import UserError
 from armillary.parallel import (
     ActivationCheckpointConfig,
     Compile,
@@ -22,10 +23,11 @@ from armillary.parallel import (
     Scale,
     Selective,
 )
-from armillary.parallel.activation_checkpoint import checkpoint_activations, operators_named
+from armillary.parallel.activation_checkpoint import checkpoint_activations
 from armillary.parallel.compile import compile_blocks
 from armillary.parallel.config import COSTLY_OPERATORS
 from armillary.parallel.materialise import materialise
+from armillary.parallel.operators import known_operators, operators_named
 from armillary.precision import Precision
 from ranks import run_ranks
 
@@ -65,28 +67,37 @@ CASES = {
         "HSDP 2x2, two microbatches, one reduction": _on(
             replace(LAST_ONLY, dp_replicate=2), microbatches=2
         ),
+        "HSDP 2x2, bfloat16": _on(Parallel(dp_replicate=2), BF16),
         "HSDP 2x2, tied": _on(Parallel(dp_replicate=2), tied=True, microbatches=2),
     },
 }
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
-"""Relative: the order of float32 sums; roundings of bfloat16 activations, 2^-8 each."""
+TOLERANCE = 1e-6
+"""Relative: the order of float32 sums (measured: 2e-7)."""
+Kind = tuple[str, bool, int]
 
 
-def _kind(case: Case) -> tuple[str, bool]:
-    return case.scale.precision.compute, case.tied
+def _kind(case: Case, ranks: int = 1) -> Kind:
+    """What decides the answer. In bfloat16 a part's gradient is rounded before parts are added."""
+    in_bfloat16 = case.scale.precision == BF16.precision
+    parts = case.microbatches * ranks if in_bfloat16 else 1
+    return case.scale.precision.compute, case.tied, parts
 
 
 @pytest.fixture(scope="module")
-def oracles() -> dict[tuple[str, bool], Trace]:
-    cases = [Case(scale=PLAIN), Case(scale=PLAIN, tied=True), Case(scale=BF16)]
+def oracles() -> dict[Kind, Trace]:
+    """By one process."""
+    cases = [Case(scale=PLAIN), Case(scale=PLAIN, tied=True)]
+    cases += [Case(scale=BF16, microbatches=parts) for parts in (1, 2, 4)]
     return dict(zip(map(_kind, cases), traces(cases), strict=True))
 
 
-def assert_same(trace: Trace, oracle: Trace, tolerance: float) -> None:
-    """Names and weights to the bit; losses and gradients within the tolerance."""
+def assert_same(
+    trace: Trace, oracle: Trace, tolerance: float = TOLERANCE, loss_tolerance: float = TOLERANCE
+) -> None:
+    """Names and weights to the bit; losses and gradients within the tolerances."""
     assert trace.names == oracle.names
     assert trace.initial == oracle.initial
-    assert trace.losses == pytest.approx(oracle.losses, rel=tolerance)
+    assert trace.losses == pytest.approx(oracle.losses, rel=loss_tolerance)
     assert trace.gradients.keys() == oracle.gradients.keys()
     for name, expected in oracle.gradients.items():
         assert trace.gradients[name].dtype == torch.float32
@@ -96,22 +107,29 @@ def assert_same(trace: Trace, oracle: Trace, tolerance: float) -> None:
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_weights_losses_and_gradients_do_not_depend_on_the_mesh(
-    world_size: int, oracles: dict[tuple[str, bool], Trace]
+    world_size: int, oracles: dict[Kind, Trace]
 ) -> None:
     cases = CASES[world_size]
     for rank in run_ranks(traces, world_size, list(cases.values())):
         for (name, case), trace in zip(cases.items(), rank, strict=True):
             try:
-                tolerance = TOLERANCE[case.scale.precision.compute]
-                assert_same(trace, oracles[_kind(case)], tolerance)
+                assert_same(trace, oracles[_kind(case, world_size)])
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
+
+
+def test_in_bfloat16_a_finer_split_only_rounds_more_partial_gradients(
+    oracles: dict[Kind, Trace],
+) -> None:
+    for parts in (2, 4):  # measured: losses 1e-7, gradients 2.6e-3 (a rounding is up to 2^-9)
+        whole, split = oracles["bfloat16", False, 1], oracles["bfloat16", False, parts]
+        assert_same(split, whole, tolerance=5e-3, loss_tolerance=1e-5)
 
 
 CHECKPOINTS = [Full(), EveryK(k=2), Selective(), Selective(save=("aten::mm",))]
 
 
-def test_recomputation_changes_no_bit(oracles: dict[tuple[str, bool], Trace]) -> None:
+def test_recomputation_changes_no_bit(oracles: dict[Kind, Trace]) -> None:
     cases = [Case(scale=replace(PLAIN, activation_checkpoint=each)) for each in CHECKPOINTS]
     oracle = oracles[_kind(cases[0])]
     for case, trace in zip(cases, traces(cases), strict=True):
@@ -155,9 +173,13 @@ def test_kept_operators_run_once_and_others_twice(
 
 
 def test_operators_have_names_that_torch_knows() -> None:
-    unknown = {name for name in COSTLY_OPERATORS if not operators_named((name,))}
-    assert unknown <= {"higher_order::flex_attention"}  # there once it is imported
+    assert torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])
+    assert all(operators_named((name,)) for name in COSTLY_OPERATORS)  # importing models loads them
+    by_namespace = {name for name in COSTLY_OPERATORS if not name.startswith("higher_order")}
+    assert by_namespace <= known_operators()
     assert operators_named(("aten::no_such_operator", "nowhere::mm")) == []
+    with pytest.raises(UserError, match="'aten::m', and torch has no such operator"):
+        checkpoint_activations(tiny().build(), Selective(save=("aten::m",)))
 
 
 @pytest.mark.parametrize("config", [NoCheckpoint(), Selective()], ids=["plain", "selective"])

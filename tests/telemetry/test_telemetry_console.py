@@ -91,7 +91,9 @@ def test_before_the_first_step_the_panel_waits_and_shows_the_work_in_progress():
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 200])
 def test_no_line_is_wider_than_the_terminal(width):
-    state = state_after(30, event("message", 30, {"message": "long " * 100}))
+    state = state_after(
+        30, event("warning", 30, {"message": "long " * 100, "where": "", "hint": ""})
+    )
     assert max(map(len, frame(state, width).splitlines())) <= width
 
 
@@ -113,6 +115,8 @@ def test_plain_records_have_the_promised_form_and_no_control_characters():
         console.on_event(event("checkpoint", 200, examples.checkpoint(state)))
     console.on_event(event("sample", 200, {"prompt": "def ", "text": "f():\n\t\x1b[31mreturn\r"}))
     console.on_event(event("warning", 200, {"message": "slow", "where": "", "hint": "wait"}))
+    trouble = {"message": "told by the command that fails", "where": "", "hint": ""}
+    console.on_event(event("error", 200, trouble))
     console.on_event(event("stop", 200, {"reason": "finished", "exit_code": 0}))
     lines = stream.getvalue().splitlines()
     assert re.search(r"[\x00-\x09\x0b-\x1f\x7f]", stream.getvalue()) is None
@@ -196,6 +200,7 @@ def test_the_live_console_keeps_records_above_the_panel_and_gives_the_terminal_b
     text = stream.getvalue()
     assert "validation at step 3  loss 3.1000" in text
     assert "step 3 / 200" in text
+    assert "ended    finished" in text[text.rindex("╭") :]
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2
     assert text.rindex("\x1b[?25h") > text.rindex("╰")
 

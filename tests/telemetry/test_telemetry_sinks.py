@@ -96,6 +96,18 @@ def test_a_resumed_run_goes_on_as_the_same_wandb_run_with_its_own_steps(tmp_path
     assert wandb.finished == [0, 0]
 
 
+def test_the_real_library_writes_two_starts_of_one_run_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    telemetry = Telemetry(wandb=True, wandb_mode="offline")
+    train(tmp_path, telemetry, 1, 6, None)
+    train(tmp_path, telemetry, 4, 8, 3)
+    identity = (tmp_path / "wandb-run-id").read_text()
+    found = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}*/run-{identity}.wandb"))
+    assert [file.stat().st_size > 0 for file in found] == [True, True]
+    assert not [e for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "warning"]
+
+
 def test_a_service_that_fails_at_the_start_costs_one_warning(tmp_path, wandb, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **_: (_ for _ in ()).throw(OSError("no network")))
     train(tmp_path, Telemetry(wandb=True), 1, 3, None)

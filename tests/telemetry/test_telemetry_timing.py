@@ -1,5 +1,7 @@
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -59,11 +61,18 @@ def test_a_phase_that_raises_is_ended_and_phases_do_not_nest():
 
 
 def test_peak_memory_counts_what_was_held_and_given_back():
-    before = peak_memory_bytes(torch.device("cpu"))
-    held = torch.ones(32 * 2**20)  # 128 MiB
-    del held
-    assert peak_resident_bytes() >= before
-    assert peak_memory_bytes(torch.device("cpu")) >= 128 * 2**20
+    code = (  # a small process of its own: this one's peak may be long past
+        "from armillary.telemetry.machine.host import peak_resident_bytes\n"
+        "before = peak_resident_bytes()\n"
+        "held = b'x' * (64 << 20)\n"
+        "del held\n"
+        "print(before, peak_resident_bytes())"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    before, after = map(int, made.stdout.split())
+    assert before < 64 << 20 <= after - before + (1 << 20)
+    peak_here = peak_resident_bytes()
+    assert peak_memory_bytes(torch.device("cpu")) >= peak_here > before
 
 
 def profiled(tmp_path, telemetry, steps, rank=0):
@@ -93,8 +102,15 @@ def test_the_chosen_steps_and_no_others_are_in_the_trace(tmp_path, steps):
 
 
 def test_a_run_that_ends_while_profiled_still_leaves_its_trace(tmp_path):
-    (trace,), _ = profiled(tmp_path, Telemetry(profile_from=2, profile_steps=50), range(1, 5))
+    telemetry = Telemetry(profile_from=2, profile_steps=50)
+    (trace,), (event,) = profiled(tmp_path, telemetry, range(1, 5))
     assert "the step 4" in gzip.decompress(trace.read_bytes()).decode()
+    assert (event["step"], event["first_step"], event["last_step"]) == (4, 2, 4)
+    assert trace.name == "trace-steps-2-4-rank0.json.gz"
+
+
+def test_a_run_that_ends_before_the_first_wanted_step_leaves_no_trace(tmp_path):
+    assert profiled(tmp_path, Telemetry(profile_from=5), range(1, 5)) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,8 @@ CASES = [
     Case("extra_is_missing", "--telemetry.wandb true"),
     Case("fraction_out_of_range", "--data.validation-fraction 1.5"),
     Case("vocabulary_too_small", "--model.vocab-size 200"),
+    Case("sample_without_tokens", "--sampling.prompts it --sampling.tokens 0"),
+    Case("sample_longer_than_model", "--sampling.prompts it --sampling.tokens 64"),
     Case("toml_is_broken", "train --from-file bad.toml", file("bad.toml", "[model\n"), whole=True),
     Case(
         "toml_has_unknown_key",
@@ -172,6 +174,7 @@ CASES = [
     Case("checkpoint_step_is_missing", "--resume 999", a_run),
     Case("checkpoint_path_is_missing", "--resume nowhere"),
     Case("checkpoint_is_damaged", "--budget.steps 5", a_damaged_run),
+    Case("checkpoint_is_beyond_the_budget", "--budget.steps 2 --schedule.warmup-steps 1", a_run),
     Case("checkpoint_of_other_data", "--budget.steps 5", a_run_on_other_data),
     Case("checkpoint_of_other_model", "--budget.steps 5 --model.ffn-dim 96", a_run),
     Case("run_folder_is_foreign", "", a_foreign_folder),
@@ -186,12 +189,23 @@ CASES = [
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Contents of what is there, but for logs, which only grow, and locks."""
+    """Contents of what is there, but for locks."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "events.jsonl" and "lock" not in path.name
+        if path.is_file() and "lock" not in path.name
     }
+
+
+def page_of(run: Path, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """What `runs show` tells of a run; None where there is none."""
+    capsys.readouterr()
+    if not (run / "events.jsonl").exists():
+        return None
+    assert main(["runs", "show", str(run), "--json"]) == 0
+    page = capsys.readouterr().out
+    assert json.loads(page)["state"] == "finished"
+    return page
 
 
 def comparable(text: str, folder: Path) -> str:
@@ -212,8 +226,7 @@ def test_bad_input_is_told_clearly_and_harms_nothing(
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(to_toml(tiny_recipe(tmp_path, steps=12)))
     case.prepare(tmp_path, monkeypatch)
-    before = digests(tmp_path)
-    capsys.readouterr()
+    before, page = digests(tmp_path), page_of(tmp_path / "run", capsys)
 
     typed = case.typed if case.whole else f"train --from-file recipe.toml --run run {case.typed}"
     code = main(typed.split())
@@ -224,6 +237,7 @@ def test_bad_input_is_told_clearly_and_harms_nothing(
     assert shown.out == ""
     after = digests(tmp_path)
     assert {name: after.get(name) for name in before} == before
+    assert page is None or page_of(tmp_path / "run", capsys) == page
     assert_matches_snapshot(
         f"$ armillary {typed.strip()}\n{comparable(shown.err, tmp_path)}",
         SNAPSHOTS / f"{case.name}.txt",

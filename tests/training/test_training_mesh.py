@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from armillary.checkpoint.ranks import Ranks
 from armillary.foundation.progress import NoProgress
 from armillary.parallel.config import Parallel
 from armillary.parallel.mesh import Mesh
@@ -37,7 +39,9 @@ def initial_digests(folder: str, parallel: Parallel) -> dict[str, str]:
     """SHA-256 of every initial weight, whole, as rank 0 sees it."""
     recipe = tiny_recipe(Path(folder), steps=STEPS, parallel=parallel)
     mesh = Mesh.create(recipe.parallel, torch.device("cpu"))
-    model = assemble(recipe, mesh, open_data(recipe, NoProgress())).model
+    with closing(Ranks()) as ranks:
+        data = open_data(recipe, NoProgress(), ranks)
+    model = assemble(recipe, mesh, data).model
     digests = {}
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

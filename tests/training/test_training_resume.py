@@ -8,63 +8,91 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from armillary.checkpoint.manifest import read_manifest
 from armillary.foundation.errors import UserError
+from armillary.parallel.config import Parallel
+from armillary.recipe.recipe import Recipe
 from armillary.recipe.toml import to_toml
+from armillary.training.session import Session
 from armillary.training.train import train
-from tiny_runs import events_of, steps_of, tiny_recipe, write_corpus
+from ranks import run_ranks
+from tiny_runs import accumulating, events_of, steps_of, tiny_recipe, write_corpus
 
 STEPS = 90
+EVERY = 10
 PATIENCE_SECONDS = 120.0
-RECIPE = ("--budget.microbatch-sequences", "4", "--checkpoint.every", "10")
-"""Accumulation, with prefetch on, and a checkpoint often enough for a kill to land between two."""
 
 
-def start(recipe: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
-    """Starts a training process of its own."""
-    command = [sys.executable, "-m", "armillary", "train", "--from-file", str(recipe)]
-    return subprocess.Popen(
-        [*command, "--run", str(run), *RECIPE, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+def long_recipe(folder: Path, ranks: int) -> Recipe:
+    """Accumulation, with prefetch on, and checkpoints so often that a kill lands between two."""
+    parallel = Parallel(device="cpu", dp_shard=ranks)
+    recipe = accumulating(tiny_recipe(folder, steps=STEPS, parallel=parallel), 4)
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, every=EVERY))
 
 
-def wait_for(
-    process: subprocess.Popen[bytes], run: Path, wanted: dict[str, Any], step: int
-) -> None:
-    """Returns as soon as the run's log has such an event of `step` or later."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            output = process.stdout.read().decode() if process.stdout else ""
-            raise AssertionError(f"the run ended before step {step}: {output}")
-        if (run / "events.jsonl").exists():
-            lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
-            events = [json.loads(line) for line in lines if line.endswith(b"\n")]
-            if any(wanted.items() <= event.items() and event["step"] >= step for event in events):
-                return
-    raise AssertionError(f"no {wanted} of step {step} in {PATIENCE_SECONDS} s")
+def train_on_each_rank(folder: str, recipe: Recipe) -> None:
+    assert train(recipe, name="tiny", folder=Path(folder)) == 0
 
 
-def finish(process: subprocess.Popen[bytes], code: int) -> None:
-    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == code, output.decode()
+class Running:
+    """A training process of its own, and what its run has logged so far."""
+
+    def __init__(self, recipe: Path, run: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "armillary", "train", "--from-file", str(recipe)]
+        self.log = run / "events.jsonl"
+        self._offset = self.log.stat().st_size if self.log.exists() else 0
+        self._output = run.with_suffix(".output")
+        with self._output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, "--run", str(run), *options],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+            )
+
+    def wait_for(self, step: int, **wanted: Any) -> dict[str, Any]:
+        """The next event of this kind, of `step` or later; waits for it."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            for event in self._new_events():
+                if wanted.items() <= event.items() and event["step"] >= step:
+                    return event
+            try:
+                code = self.process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"ended ({code}) before {wanted}: {self._output.read_text()}")
+        raise AssertionError(f"no {wanted} of step {step} in {PATIENCE_SECONDS} s")
+
+    def _new_events(self) -> Iterator[dict[str, Any]]:
+        if self.log.exists():
+            with self.log.open("rb") as file:
+                file.seek(self._offset)
+                while (line := file.readline()).endswith(b"\n"):
+                    self._offset = file.tell()
+                    yield json.loads(line)
+
+    def finish(self, code: int) -> None:
+        assert self.process.wait(PATIENCE_SECONDS) == code, self._output.read_text()
 
 
-def tensors_of(run: Path, step: int) -> dict[str, str]:
-    """Checksums of the files that hold a checkpoint's tensors and random states."""
+def state_of(run: Path, step: int, *names: str) -> dict[str, str]:
+    """Checksums of the files that hold a checkpoint's tensors, numbers and random states."""
     files = read_manifest(run / "checkpoints" / f"step-{step:08d}")["files"]
+    names = names or ("*.distcp", "state.json", "rng-*.json")
     return {
         name: entry["sha256"]
         for name, entry in files.items()
-        if name.endswith((".distcp", ".json"))
+        if any(fnmatch(name, pattern) for pattern in names)
     }
 
 
@@ -73,108 +101,84 @@ def test_interrupted_runs_equal_an_uninterrupted_one_bit_for_bit(
     ranks: int, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path)
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(to_toml(tiny_recipe(tmp_path, steps=STEPS)))
-    options = () if ranks == 1 else ("--nproc", str(ranks))
+    recipe, wanted = tmp_path / "recipe.toml", long_recipe(tmp_path, ranks)
+    recipe.write_text(to_toml(wanted))
+    options = ("--nproc", str(ranks))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_ranks(train_on_each_rank, ranks, str(whole), wanted)
 
-    reference = start(recipe, whole, *options)
-    wait_for(reference, whole, {"kind": "step"}, 1)  # the corpus is built: two may start at once
-
-    interrupted = start(recipe, broken, *options)
-    wait_for(interrupted, broken, {"kind": "step"}, 12)
-    interrupted.send_signal(signal.SIGINT)
-    finish(interrupted, 75)
+    interrupted = Running(recipe, broken, *options)
+    interrupted.wait_for(12, kind="step")
+    interrupted.process.send_signal(signal.SIGINT)
+    interrupted.finish(75)
     stopped_at = steps_of(broken)[-1]["step"]
     assert 12 <= stopped_at < STEPS
 
-    killed = start(recipe, broken, *options)
-    wait_for(killed, broken, {"kind": "checkpoint", "state": "durable"}, stopped_at + 1)
-    wait_for(killed, broken, {"kind": "step"}, stopped_at + 12)
-    killed.kill()
-    killed.communicate()
+    killed = Running(recipe, broken, *options)
+    rank_0 = killed.wait_for(0, kind="start")["pid"]
+    saved = killed.wait_for(stopped_at + 1, kind="checkpoint", state="durable")["step"]
+    killed.wait_for(saved + EVERY // 2, kind="step")
+    os.kill(rank_0, signal.SIGKILL)
+    killed.finish(-signal.SIGKILL if ranks == 1 else 128 + signal.SIGKILL)
+    assert events_of(broken)[-1]["kind"] != "stop"
 
-    finish(start(recipe, broken, *options), 0)
-    finish(reference, 0)
+    Running(recipe, broken, *options).finish(0)
 
     oracle = {step["step"]: step for step in steps_of(whole)}
     assert sorted(oracle) == list(range(1, STEPS + 1))
     found = steps_of(broken)
     assert {step["step"] for step in found} == set(oracle)
+    assert len(found) > STEPS, "the kill cost no step"
     for step in found:  # also those that a kill made the run repeat
         assert step == oracle[step["step"]]
-    assert tensors_of(broken, STEPS) == tensors_of(whole, STEPS)
+    exact = ("*.distcp", "state.json")  # random states differ from process to process
+    assert state_of(broken, STEPS, *exact) == state_of(whole, STEPS, *exact)
     _, resumed, again = events_of(broken, "start")
     assert resumed["resumed_from"] == stopped_at
-    assert again["resumed_from"] > stopped_at
-    # The run went through several epochs, and was interrupted in the middle of one.
-    epochs = {event["step"]: event["epoch"] for event in events_of(whole, "step")}
-    assert epochs[STEPS] > 2
-    assert epochs[stopped_at] % 1 != 0
+    assert again["resumed_from"] >= saved
+    assert events_of(whole, "step")[-1]["epoch"] > 2
 
 
-def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    whole = tiny_recipe(tmp_path, steps=40)
-    assert train(whole, name="tiny", folder=tmp_path / "whole") == 0
-    epochs = {event["step"]: event["epoch"] for event in events_of(tmp_path / "whole", "step")}
-    boundary = next(
-        step for step in epochs if step > 1 and int(epochs[step]) > int(epochs[step - 1])
-    )
-    assert boundary < 39
+def stop_after(recipe: Recipe, folder: Path, step: int, resume: str = "auto") -> None:
+    """Trains a longer run up to `step`, where it is asked to stop; it saves and ends."""
+    original = Session._step
 
-    for step in (boundary - 1, boundary, boundary + 1):
-        run = tmp_path / f"from-{step}"
-        source = tmp_path / "first"
-        first = tiny_recipe(tmp_path, steps=40)
-        assert _train_until(first, source / str(step), step)
-        assert train(first, name="tiny", folder=run, resume=str(source / str(step))) == 0
-        assert steps_of(run) == steps_of(tmp_path / "whole")[step:]
-
-
-def _train_until(recipe: Any, folder: Path, step: int) -> bool:
-    """Trains `step` steps of a longer run, with that run's own schedule, through a saved stop."""
-    from armillary.training import session
-
-    original = session.Session._step
-
-    def stepping(self: session.Session, *args: Any, **keywords: Any) -> None:
+    def stepping(self: Session, *args: Any, **keywords: Any) -> None:
         if self.position.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, *args, **keywords)
 
-    session.Session._step = stepping  # type: ignore[method-assign]
-    try:
-        return train(recipe, name="tiny", folder=folder) == 75
-    finally:
-        session.Session._step = original  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_step", stepping)
+        assert train(recipe, name="tiny", folder=folder, resume=resume) == 75
 
 
-def test_saving_after_a_resume_gives_the_same_checkpoint(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = tiny_recipe(tmp_path, steps=12)
-    assert _train_until(recipe, tmp_path / "once", 6)
-    saved = tensors_of(tmp_path / "once", 6)
-    again = tmp_path / "again"
-    assert _resume_and_stop(recipe, again, tmp_path / "once", 6)
-    assert tensors_of(again, 6) == saved
+def resume_around_an_epoch(folder: str, ranks: int) -> None:
+    """The test below, as each rank runs it."""
+    torch.set_num_threads(1)
+    tmp_path = Path(folder)
+    parallel = Parallel(device="cpu", dp_shard=ranks)
+    recipe = tiny_recipe(tmp_path, steps=12, parallel=parallel)
+    assert train(recipe, name="tiny", folder=tmp_path / "whole") == 0
+    epochs = [event["epoch"] for event in events_of(tmp_path / "whole", "step")]
+    boundary = next(step for step, epoch in enumerate(epochs, 1) if epoch >= 1)
+    assert 2 < boundary < 10
+
+    for step in (boundary - 1, boundary, boundary + 1) if ranks == 1 else (boundary,):
+        first, again, on = (tmp_path / f"{name}-{step}" for name in ("first", "again", "on"))
+        stop_after(recipe, first, step)
+        stop_after(recipe, again, step, resume=str(first))
+        assert state_of(again, step) == state_of(first, step), "saved anew, not the same"
+        assert train(recipe, name="tiny", folder=on, resume=str(again)) == 0
+        assert steps_of(on) == steps_of(tmp_path / "whole")[step:]
 
 
-def _resume_and_stop(recipe: Any, folder: Path, source: Path, step: int) -> bool:
-    from armillary.training import session
-
-    original = session.Session._step
-
-    def stepping(self: session.Session, *args: Any, **keywords: Any) -> None:
-        assert self.position.step == step
-        os.kill(os.getpid(), signal.SIGTERM)
-        original(self, *args, **keywords)
-
-    session.Session._step = stepping  # type: ignore[method-assign]
-    try:
-        return train(recipe, name="tiny", folder=folder, resume=str(source)) == 75
-    finally:
-        session.Session._step = original  # type: ignore[method-assign]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_runs_resumed_around_an_epoch_boundary_go_on_and_save_as_if_uninterrupted(
+    ranks: int, tmp_path: Path
+) -> None:
+    write_corpus(tmp_path, documents=40)
+    run_ranks(resume_around_an_epoch, ranks, str(tmp_path), ranks)
 
 
 def test_other_data_under_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -33,8 +33,25 @@ class Found:
     """Why this one: one line for it, after one for every newer one that was skipped."""
 
 
-def find_checkpoint(folder: Path, resume: str, progress: Progress | None = None) -> Found | None:
-    """Resolves `--resume` for a run whose checkpoints lie in `folder`.
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How people ask for a checkpoint, and what else they can do; for messages."""
+
+    option: str = "--resume"
+    for_newest: str = "--resume auto"
+    if_all_are_damaged: str = (
+        "restore a copy, resume from another run with --resume PATH,"
+        " or start over with --resume never"
+    )
+
+
+_RESUME = Words()
+
+
+def find_checkpoint(
+    folder: Path, resume: str, progress: Progress | None = None, words: Words = _RESUME
+) -> Found | None:
+    """Resolves `--resume`, or what `words` call it, for a run whose checkpoints are in `folder`.
 
     `auto`: the newest that verifies, None when there is none yet. `never`: None. Digits: that step
     of this run. Anything else is a path to a checkpoint, a run, or a `checkpoints` folder.
@@ -46,13 +63,13 @@ def find_checkpoint(folder: Path, resume: str, progress: Progress | None = None)
     if resume == "never":
         return None
     if resume == "auto":
-        return _newest(folder, progress)
+        return _newest(folder, progress, words)
     if resume.isascii() and resume.isdigit():
-        return _by_step(folder, int(resume), progress)
-    return _by_path(Path(resume).expanduser(), progress)
+        return _by_step(folder, int(resume), progress, words)
+    return _by_path(Path(resume).expanduser(), progress, words)
 
 
-def _newest(folder: Path, progress: Progress | None) -> Found | None:
+def _newest(folder: Path, progress: Progress | None, words: Words) -> Found | None:
     skipped: list[str] = []
     damaged = False
     for step, path in step_folders(folder).items():
@@ -69,36 +86,36 @@ def _newest(folder: Path, progress: Progress | None) -> Found | None:
             Problem(
                 f"no checkpoint in {folder} verifies: " + "; ".join(skipped),
                 "at least one undamaged checkpoint, or none at all",
-                "restore a copy, resume from another run with --resume PATH,"
-                " or start over with --resume never",
+                words.if_all_are_damaged,
             )
         )
     return None
 
 
-def _by_step(folder: Path, step: int, progress: Progress | None) -> Found:
+def _by_step(folder: Path, step: int, progress: Progress | None, words: Words) -> Found:
     folders = step_folders(folder)
+    asked = f"{words.option} {step}"
     if step not in folders:
         raise UserError(
             Problem(
-                f"--resume {step}: {folder} has no checkpoint of step {step}",
+                f"{asked}: {folder} has no checkpoint of step {step}",
                 _available(folder),
-                "--resume auto takes the newest that verifies",
+                f"{words.for_newest} takes the newest that verifies",
             )
         )
-    return _verified(folders[step], f"--resume {step}", progress)
+    return _verified(folders[step], asked, progress, words)
 
 
-def _by_path(path: Path, progress: Progress | None) -> Found:
-    asked = f"--resume {path}"
+def _by_path(path: Path, progress: Progress | None, words: Words) -> Found:
+    asked = f"{words.option} {path}"
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         allowed = "auto, never, a step number, or a path to a checkpoint or run folder"
         raise UserError(Problem(f"{asked} {what}", allowed))
     if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
-        return _verified(path, asked, progress)
+        return _verified(path, asked, progress, words)
     inner = path / CHECKPOINTS_NAME if (path / CHECKPOINTS_NAME).is_dir() else path
-    found = _newest(inner, progress)
+    found = _newest(inner, progress, words)
     if found is None:
         raise UserError(
             Problem(
@@ -110,7 +127,7 @@ def _by_path(path: Path, progress: Progress | None) -> Found:
     return found
 
 
-def _verified(path: Path, asked: str, progress: Progress | None) -> Found:
+def _verified(path: Path, asked: str, progress: Progress | None, words: Words) -> Found:
     try:
         manifest = verify(path, progress)
     except Unverified as reason:
@@ -118,7 +135,7 @@ def _verified(path: Path, asked: str, progress: Progress | None) -> Found:
             Problem(
                 f"{asked}: {path} does not verify: {reason}",
                 _available(path.parent),
-                "--resume auto takes the newest that verifies",
+                f"{words.for_newest} takes the newest that verifies",
             )
         ) from None
     return Found(path, int(manifest["step"]), manifest, [f"resuming from {path}: {asked}"])

@@ -151,11 +151,14 @@ def verify(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
         ThreadPoolExecutor(max_workers=_hash_threads()) as pool,
     ):
         digests = pool.map(lambda name: _digest_or_reason(folder / name), files)
-        for (name, entry), digest in zip(files.items(), digests, strict=True):
-            if digest != entry["sha256"]:
-                wrong = digest if " " in digest else "does not match its checksum"
-                raise Unverified(f"{name} {wrong}")
-            advance(int(entry["bytes"]))
+        try:
+            for (name, entry), digest in zip(files.items(), digests, strict=True):
+                if digest != entry["sha256"]:
+                    wrong = digest if " " in digest else "does not match its checksum"
+                    raise Unverified(f"{name} {wrong}")
+                advance(int(entry["bytes"]))
+        finally:  # `advance` may raise too, when a stop was asked for
+            pool.shutdown(cancel_futures=True)
     return manifest
 
 

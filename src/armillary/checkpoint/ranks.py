@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-from armillary.foundation.errors import ArmillaryError, Problem, UserError
+from armillary.foundation.errors import ArmillaryError, Stopped
 
 T = TypeVar("T")
 
-# A rank may hash or write for long while the others wait; a dead peer is noticed at once anyway.
+# A rank may hash, write or build for long while the others wait; a dead peer is noticed at once.
 _TIMEOUT = timedelta(hours=6)
 
 
 class Failure(Exception):
-    """What went wrong on some rank, in words."""
+    """What went wrong on some rank, in words; the exception itself is its cause, on that rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """An exception on its way to other ranks; exceptions themselves need not survive pickling."""
+    """An exception on its way to other ranks."""
 
     words: str
-    problems: list[Problem] | None = None
+    error: ArmillaryError | Stopped | None
+    """Itself, if it is of a kind that travels."""
 
 
 class Ranks:
-    """The ranks that share a checkpoint, over a gloo group of their own."""
+    """All ranks of a run, over a gloo group of their own; every rank makes one together.
+
+    A group is one thread's: who agrees in a thread of its own makes ranks of its own.
+
+    What `work` raises is raised on every rank, so that none waits for one that has left: errors
+    meant for people and requests to stop as they are (the first rank's, of several), anything else
+    as `Failure`.
+    """
 
     def __init__(self) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
@@ -44,18 +53,14 @@ class Ranks:
         Raises:
             Failure: on every rank, if any rank failed.
         """
-        own = _attempt(work)
-        results: list[T | _Raised] = [own]
+        own, cause = _attempt(work)
+        results = [own]
         if self.distributed:
             results = [own] * self.size
             dist.all_gather_object(results, own, group=self.group)
         failed = {rank: r for rank, r in enumerate(results) if isinstance(r, _Raised)}
         if failed:
-            where = "; ".join(
-                f"rank {rank}: {raised.words}" if self.size > 1 else raised.words
-                for rank, raised in failed.items()
-            )
-            raise Failure(where)
+            raise _told(failed, name_ranks=self.size > 1) from cause
         return cast(list[T], results)
 
     def on_main(self, work: Callable[[], T]) -> T:
@@ -63,15 +68,43 @@ class Ranks:
 
         Raises:
             Failure: rank 0 failed.
-            UserError: rank 0 raised one.
         """
-        box: list[T | _Raised | None] = [_attempt(work) if self.rank == 0 else None]
+        own, cause = _attempt(work) if self.rank == 0 else (None, None)
+        box = [own]
         if self.distributed:
             dist.broadcast_object_list(box, src=0, group=self.group)
         result = box[0]
         if isinstance(result, _Raised):
-            raise UserError(result.problems) if result.problems else Failure(result.words)
+            raise _told({0: result}, name_ranks=False) from cause
         return cast(T, result)
+
+    def main_first(self, work: Callable[[], T]) -> T:
+        """Runs `work` on every rank, on rank 0 before the others, which then find its result done.
+
+        Raises:
+            Failure: on every rank, if any rank failed.
+        """
+        mine: list[T] = []
+
+        def once() -> None:  # results stay where they were made: they need not survive pickling
+            if not mine:
+                mine.append(work())
+
+        self.on_main(once)
+        self.together(once)
+        return mine[0]
+
+    def sum_and_any(self, number: int, flag: bool) -> tuple[int, bool]:
+        """The sum of a number over all ranks, and whether any rank set its flag.
+
+        One small collective between hosts, so no device is waited for. It is part of every step,
+        and over the run's group therefore: a rank that hangs is noticed as soon as in the others.
+        """
+        if not self.distributed:
+            return number, flag
+        both = torch.tensor([number, int(flag)], dtype=torch.int64)
+        dist.all_reduce(both)
+        return int(both[0]), bool(both[1])
 
     def close(self) -> None:
         """Gives the group back."""
@@ -80,13 +113,25 @@ class Ranks:
         self.distributed, self.group = False, None
 
 
-def _attempt(work: Callable[[], T]) -> T | _Raised:
+def _attempt(work: Callable[[], T]) -> tuple[T | _Raised, Exception | None]:
+    """The result, or what was raised and, where only its words travel, its cause."""
     try:
-        return work()
-    except ArmillaryError as error:
-        return _Raised(str(error), error.problems)
+        return work(), None
+    except (ArmillaryError, Stopped) as error:
+        return _Raised(str(error), error), None
     except Exception as error:
-        return _Raised(describe(error))
+        return _Raised(describe(error), None), error
+
+
+def _told(failed: Mapping[int, _Raised], *, name_ranks: bool) -> Exception:
+    """What all ranks raise."""
+    for raised in failed.values():
+        if raised.error is not None:
+            if isinstance(raised.error, ArmillaryError):
+                raised.error.seen_by_every_rank = True
+            return raised.error
+    words = (f"rank {rank}: {r.words}" if name_ranks else r.words for rank, r in failed.items())
+    return Failure("; ".join(words))
 
 
 def describe(error: BaseException) -> str:

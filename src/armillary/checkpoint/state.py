@@ -113,6 +113,7 @@ def restore_model(found: Found, model: nn.Module) -> None:
 
     Raises:
         UserError: names, shapes or dtypes differ; nothing was loaded.
+        RunError: a file could not be read.
     """
     wanted = flatten(gather_state(model))
     require_match(found.path, wanted, stored_tensors(found.path), ignore=("optimizer.",))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -47,6 +47,8 @@ from armillary.checkpoint.tensors import (
 from armillary.foundation.errors import Problem, RunError
 from armillary.foundation.files import sync_folder, write_atomically
 from armillary.foundation.progress import Progress
+
+T = TypeVar("T")
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 OnStage = Callable[[str], None]
@@ -92,10 +94,11 @@ class CheckpointStore:
         self.folder = folder
         self.asynchronous = asynchronous
         self.durable_step: int | None = None
+        """The step of the newest save that was published whole; None before the first."""
         self._on_event = on_event or (lambda kind, fields: None)
         self._on_stage = on_stage or (lambda stage: None)
         self._shelf = Shelf(folder, keep_last)
-        self._ranks = Ranks()
+        self._ranks = Ranks()  # of its own: saves agree in a thread
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
 
@@ -112,7 +115,7 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Clears up after a writer that died. Only for the run that has claimed the folder."""
-        self._ranks.on_main(self._shelf.clean)
+        self._on_main(self._shelf.clean)
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Renames checkpoints newer than `step` to `set-aside-...`.
@@ -121,7 +124,7 @@ class CheckpointStore:
         be what the next `auto` resumes from, and would push out the new branch's own.
         """
         self.wait()
-        return self._ranks.on_main(lambda: self._shelf.set_aside_after(step))
+        return self._on_main(lambda: self._shelf.set_aside_after(step))
 
     def save(
         self,
@@ -186,7 +189,7 @@ class CheckpointStore:
         Each newer checkpoint that was skipped is a `warning` event.
         """
         self.wait()
-        found = self._ranks.on_main(lambda: find_checkpoint(self.folder, resume, progress))
+        found = self._on_main(lambda: find_checkpoint(self.folder, resume, progress))
         for reason in found.reasons[:-1] if found else []:
             self._warn(0, reason, hint="it is kept; remove it when it is of no use")
         return found
@@ -203,10 +206,7 @@ class CheckpointStore:
         self.wait()
         flat = flatten(tensors)
         require_match(found.path, flat, stored_tensors(found.path))
-        try:
-            read_tensors(found.path, flat, self._ranks.group)
-        except Failure as failure:
-            raise RunError(Problem(f"cannot read checkpoint {found.path}: {failure}")) from failure
+        read_tensors(found.path, flat, self._ranks.group)
         scalars = json.loads((found.path / STATE_NAME).read_text(encoding="utf-8"))
         own = rng_name(self._ranks.rank)
         rng = (found.path / own).read_bytes() if own in found.manifest["files"] else None
@@ -216,6 +216,18 @@ class CheckpointStore:
         """Waits for the save in flight and gives the process group back."""
         self.wait()
         self._ranks.close()
+
+    def _on_main(self, work: Callable[[], T]) -> T:
+        """`Ranks.on_main`, with the folder named where the machine fails."""
+        try:
+            return self._ranks.on_main(work)
+        except Failure as failure:
+            raise RunError(
+                Problem(
+                    f"checkpoints folder {self.folder}: {failure}",
+                    fix="check its permissions and its disk, then run the same command",
+                )
+            ) from failure
 
     def _run(self, save: _Save) -> None:
         """One write from first to last; never raises for what can fail on a machine."""

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from armillary.checkpoint.ranks import Failure
-from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.errors import Problem, RunError, UserError
 
 # DCP warns whenever it runs without a process group; one process is a mesh, not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -104,7 +104,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     """Fills the given tensors in place, each rank reading what its own shards need.
 
     Raises:
-        Failure: some rank could not read.
+        RunError: some rank could not read.
     """
     try:
         load(
@@ -114,7 +114,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
             no_dist=group is None,
         )
     except CheckpointException as error:
-        raise Failure(_summary(error)) from error
+        raise RunError(Problem(f"cannot read checkpoint {folder}: {_summary(error)}")) from error
 
 
 def require_match(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,10 @@ from armillary.cli.parser import Parser
 from armillary.foundation.errors import EXIT_FINISHED, Problem, RunError, UserError
 
 if TYPE_CHECKING:
+    from armillary.data.batch import Batch
+    from armillary.data.splits import Split
     from armillary.data.token_store import TokenStore
     from armillary.recipe.recipe import Recipe
-
-_DEFAULT_RECIPE = "starter"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -67,16 +68,13 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _store_of(recipe_tokens: list[str]) -> tuple[TokenStore, Recipe]:
-    from armillary.cli.recipe_arguments import resolve
+    from armillary.cli.recipe_arguments import DEFAULT_RECIPE, resolve
     from armillary.data.store import build
     from armillary.telemetry.console.choose import open_console
 
-    recipe = resolve(recipe_tokens, default=_DEFAULT_RECIPE).recipe
-    console = open_console()
-    try:
+    recipe = resolve(recipe_tokens, default=DEFAULT_RECIPE).recipe
+    with closing(open_console()) as console:
         return build(recipe.data, console), recipe
-    finally:
-        console.close()
 
 
 def _facts(store: TokenStore) -> dict[str, Any]:
@@ -142,19 +140,10 @@ def _sample(store: TokenStore, recipe: Recipe, position: int) -> dict[str, Any]:
     """One sample in words: its inputs as batched, and the documents that they come from."""
     import numpy as np
 
-    from armillary.data.dataset import ID_BITS, PackedDataset
+    from armillary.data.dataset import ID_BITS, training_set
 
     seq_len = recipe.budget.seq_len
-    weights = store.weights if len(store.train) > 1 else None
-    dataset = PackedDataset(
-        store.train,
-        recipe.data.packing,
-        seq_len=seq_len,
-        seed=recipe.seed,
-        shuffle=recipe.data.shuffle,
-        weights=weights,
-        source=store.fingerprint,
-    )
+    dataset = training_set(store, recipe.data, seq_len=seq_len, seed=recipe.seed)
     batch = dataset.batch(position, position + 1)
     (sample_id,) = batch.sample_ids
     split = store.train[sample_id >> ID_BITS]
@@ -164,24 +153,7 @@ def _sample(store: TokenStore, recipe: Recipe, position: int) -> dict[str, Any]:
     documents, begin = [], 0
     for length in taken.lengths:
         place = slice(begin, begin + length)
-        document = int(np.searchsorted(split.document_offsets, stream[begin], side="right")) - 1
-        first = int(split.document_offsets[document])
-        positions = batch.documents.positions[0, place].tolist()
-        documents.append(
-            {
-                "id": split.ids[document].encode("utf-8", "replace").decode("utf-8"),
-                "begin": begin,
-                "inputs": length,
-                "first_position": positions[0],
-                "last_position": positions[-1],
-                "first_token": int(stream[begin]) - first,
-                "document_tokens": int(split.document_offsets[document + 1]) - first,
-                "counted": int((batch.labels[0, place] >= 0).sum()),
-                "text": store.tokenizer.decode(
-                    batch.tokens[0, place].tolist(), skip_special_tokens=False
-                ),
-            }
-        )
+        documents.append(_piece(store, split, batch, place, int(stream[begin])))
         begin += length
     return {
         "position": position,
@@ -190,6 +162,27 @@ def _sample(store: TokenStore, recipe: Recipe, position: int) -> dict[str, Any]:
         "counted": int((batch.labels >= 0).sum()),
         "padding": seq_len - begin,
         "documents": documents,
+    }
+
+
+def _piece(store: TokenStore, split: Split, batch: Batch, place: slice, at: int) -> dict[str, Any]:
+    """The part of a document at `place` in the batch's one row; `at` in the split's tokens."""
+    import numpy as np
+
+    document = int(np.searchsorted(split.document_offsets, at, side="right")) - 1
+    first, end = (int(offset) for offset in split.document_offsets[document : document + 2])
+    positions = batch.documents.positions[0, place].tolist()
+    tokens = batch.tokens[0, place].tolist()
+    return {
+        "id": split.ids[document].encode("utf-8", "replace").decode("utf-8"),
+        "begin": place.start,
+        "inputs": place.stop - place.start,
+        "first_position": positions[0],
+        "last_position": positions[-1],
+        "first_token": at - first,
+        "document_tokens": end - first,
+        "counted": int((batch.labels[0, place] >= 0).sum()),
+        "text": store.tokenizer.decode(tokens, skip_special_tokens=False),
     }
 
 
@@ -202,11 +195,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folder = _folder_of(arguments.recipe_tokens)
     count = len(read_manifest(folder)["files"])
-    console = open_console()
-    try:
+    with closing(open_console()) as console:
         problems = verify(folder, console)
-    finally:
-        console.close()
     if arguments.json:
         found = [problem.message for problem in problems]
         print(json.dumps({"folder": str(folder), "files": count, "problems": found}, indent=2))
@@ -220,16 +210,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _folder_of(tokens: list[str]) -> Path:
     if len(tokens) == 1 and Path(tokens[0]).expanduser().is_dir():
         return Path(tokens[0]).expanduser()
-    from armillary.cli.recipe_arguments import resolve
+    from armillary.cli.recipe_arguments import DEFAULT_RECIPE, resolve
     from armillary.data.store import locate
 
-    resolved = resolve(tokens, default=_DEFAULT_RECIPE)
+    resolved = resolve(tokens, default=DEFAULT_RECIPE)
     folder = locate(resolved.recipe.data)
     if folder is None:
         raise UserError(
             Problem(
                 f"the corpus of {resolved.name} has not been built, or has changed since",
-                fix=f"armillary data build {' '.join(tokens) or _DEFAULT_RECIPE}",
+                fix=f"armillary data build {' '.join(tokens) or DEFAULT_RECIPE}",
             )
         )
     return folder

@@ -9,8 +9,6 @@ import sys
 from armillary.foundation.errors import EXIT_FAILED, EXIT_FINISHED
 from armillary.foundation.progress import NoProgress
 
-HELP = "examine torch, devices, memory, disks and speed of this machine"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""

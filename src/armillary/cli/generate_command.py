@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     from armillary.inference.generate import generation_problems
     from armillary.inference.load import load_trained
     from armillary.parallel.process import choose_device
+    from armillary.telemetry.console import open_console
 
-    trained = load_trained(Path(arguments.path), step=arguments.step, device=choose_device())
-    for reason in trained.checkpoint.reasons:
+    with closing(open_console()) as console:
+        trained = load_trained(
+            Path(arguments.path), step=arguments.step, device=choose_device(), progress=console
+        )
+    for reason in trained.checkpoint.reasons[:-1]:  # the last is why this one was taken
         print(f"note: {reason}", file=sys.stderr)
     prompts = [trained.encode(text) for text in texts]
     limit = trained.model.max_seq_len

@@ -1,9 +1,9 @@
 """`armillary COMMAND ...`: finds the command, runs it, and turns errors into words and exit codes.
 
 Each command is a module with `add_arguments(parser: Parser) -> None` and
-`run(arguments: argparse.Namespace) -> int`. It is imported only when it is called or asked for
-help, so that `armillary --help` answers at once. A module imports what is heavy, torch above all,
-inside `run`.
+`run(arguments: argparse.Namespace) -> int`, where `arguments.argv` is the command line as given. It
+is imported only when it is called or asked for help, so that `armillary --help` answers at once. A
+module imports what is heavy, torch above all, inside `run`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from armillary.foundation.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_INTERRUPTED,
     ArmillaryError,
     Problem,
+    Stopped,
     UserError,
     nearest,
 )
+from armillary.foundation.tell import tell
 from armillary.version import __version__
 
-EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "ARMILLARY_TRACEBACK"
 
 
@@ -71,13 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except ArmillaryError as error:
-        if _speaks(error):
-            print(error, file=sys.stderr)
+        tell(str(error), every_rank_sees_it=error.seen_by_every_rank)
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             traceback.print_exc()
         return error.exit_code
+    except Stopped as stopped:
+        tell(str(stopped), every_rank_sees_it=True)
+        return stopped.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has left: `armillary recipes list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,6 +113,7 @@ def _run(argv: list[str]) -> int:
     except HelpWanted as wanted:
         print(_help(wanted), end="")
         return EXIT_FINISHED
+    arguments.argv = argv
     return int(module.run(arguments))
 
 
@@ -149,11 +154,6 @@ def _help(wanted: HelpWanted) -> str:
     return text + "\n" + leaves_help(wanted.recipe_tokens)
 
 
-def _speaks(error: ArmillaryError) -> bool:
-    """One rank of a node tells what is wrong with the input, for all see the same."""
-    return error.exit_code != EXIT_BAD_INPUT or os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def _report_unexpected(error: Exception) -> None:
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exc()
@@ -164,7 +164,7 @@ def _report_unexpected(error: Exception) -> None:
         f"unexpected {type(error).__name__}: {message} ({frame.filename}:{frame.lineno})",
         fix=f"again with {TRACEBACK_VARIABLE}=1 to see where it happened",
     )
-    print(problem.render(), file=sys.stderr)
+    tell(problem.render())
 
 
 if __name__ == "__main__":

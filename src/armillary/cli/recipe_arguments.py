@@ -35,7 +35,7 @@ def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:
     Raises:
         UserError: with every problem of the values at once.
     """
-    words, typed = split_options(tokens)
+    words, options = split_options(tokens)
     if len(words) > 1:
         raise UserError(
             Problem(
@@ -44,21 +44,32 @@ def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:
                 fix=f"{words[0]} first, then --NAME VALUE",
             )
         )
-    files: list[str] = []
-    for option in typed:
-        if option.path == (FROM_FILE,):
-            if not option.value:
-                raise UserError(
-                    Problem("--from-file needs a value", allowed="a TOML file of recipe values")
-                )
-            files.append(option.value)
+    return _resolved(words[0] if words else None, options, _own_options(tokens), default)
+
+
+def resolve_each(tokens: Sequence[str]) -> list[Resolved]:
+    """Reads `RECIPE RECIPE ... [--LEAF VALUE ...]`: the same values over each recipe."""
+    words, options = split_options(tokens)
+    return [_resolved(word, options, _own_options(tokens)) for word in words]
+
+
+def _own_options(tokens: Sequence[str]) -> Sequence[str]:
+    own: Sequence[str] = getattr(tokens, "own_options", ())
+    return own
+
+
+def _resolved(
+    word: str | None, typed: Sequence[Option], own: Sequence[str], default: str | None = None
+) -> Resolved:
+    """The recipe `word` with the options over it; `own` are the command's other options."""
+    files = [_file(option) for option in typed if option.path == (FROM_FILE,)]
     options = [option for option in typed if option.path != (FROM_FILE,)]
-    if not words and not files and default is None:
+    if word is None and not files and default is None:
         raise UserError(Problem("no recipe is given", fix="armillary recipes list"))
-    name = words[0] if words else (files[0] if files else str(default))
-    base = Recipe() if not words and files else get(name)
+    name = word or (files[0] if files else str(default))
+    base = Recipe() if word is None and files else get(name)
     tables = [read_toml(file) for file in files]
-    slips = _slips(options, getattr(tokens, "own_options", ()))
+    slips = _slips(options, own)
     others = [option for option in options if option not in slips]
     try:
         made = apply(base, tables, others)
@@ -67,6 +78,14 @@ def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:
     if slips:
         raise UserError(slips.values())
     return Resolved(made, name)
+
+
+def _file(option: Option) -> str:
+    if not option.value:
+        raise UserError(
+            Problem("--from-file needs a value", allowed="a TOML file of recipe values")
+        )
+    return option.value
 
 
 def _slips(options: list[Option], own: Sequence[str]) -> dict[Option, Problem]:
@@ -78,10 +97,3 @@ def _slips(options: list[Option], own: Sequence[str]) -> dict[Option, Problem]:
             if close:
                 slips[option] = Problem(f"there is no --{option.name}", fix=close[0])
     return slips
-
-
-def resolve_each(tokens: Sequence[str]) -> list[Resolved]:
-    """Reads `RECIPE RECIPE ... [--LEAF VALUE ...]`: the same values over each recipe."""
-    words, _ = split_options(tokens)
-    rest = [token for token in tokens if token not in words]
-    return [resolve([word, *rest]) for word in words]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from armillary.cli.parser import Parser
 from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.tell import seen_by_every_rank
+from armillary.resilience.signals import StopRequest
 
-DEFAULT_RECIPE = "starter"
+if TYPE_CHECKING:
+    from armillary.cli.recipe_arguments import Resolved
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,24 +39,51 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, in this process or in ranks started from here; returns the exit code."""
-    from armillary.cli.recipe_arguments import resolve
+    """Trains, in this process or in ranks started from here; returns the exit code.
+
+    Raises:
+        Stopped: a stop was asked for before there was anything to save.
+    """
+    with StopRequest() as stop:  # before torch is imported, which takes seconds
+        nproc = _ranks_to_start(arguments)
+        resolved = _resolve(arguments, nproc)
+        if nproc == 1:
+            from armillary.training.run_folder import default_run_folder
+            from armillary.training.train import train
+
+            folder = Path(arguments.run or default_run_folder(resolved.name, resolved.recipe))
+            return train(
+                resolved.recipe,
+                name=resolved.name,
+                folder=folder.expanduser(),
+                resume=arguments.resume,
+                stop=stop,
+            )
+        stop.check()
+    from armillary.launch.local import launch
+
+    return launch(arguments.argv, nproc)
+
+
+def _ranks_to_start(arguments: argparse.Namespace) -> int:
+    """1 in a rank, which was started to be one itself."""
+    return 1 if arguments.nproc is None or "RANK" in os.environ else int(arguments.nproc)
+
+
+def _resolve(arguments: argparse.Namespace, nproc: int) -> Resolved:
+    """The recipe, without problems; on several ranks it is the same on each.
+
+    Raises:
+        UserError: with all problems at once.
+    """
+    from armillary.cli.recipe_arguments import DEFAULT_RECIPE, resolve
     from armillary.recipe.problems import problems
-    from armillary.training.run_folder import default_run_folder
 
-    is_rank = "RANK" in os.environ
-    resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)
-    folder = Path(arguments.run or default_run_folder(resolved.name, resolved.recipe)).expanduser()
-    if arguments.nproc is not None and not is_rank:
-        found = problems(resolved.recipe, arguments.nproc) if arguments.nproc >= 1 else []
-        if arguments.nproc < 1:
-            found = [Problem(f"--nproc {arguments.nproc}", allowed="1 or more", fix="--nproc 1")]
-        if found:
+    with seen_by_every_rank():
+        if nproc < 1:
+            raise UserError(Problem(f"--nproc {nproc}", allowed="1 or more", fix="--nproc 1"))
+        resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)
+        world_size = nproc if nproc > 1 else int(os.environ.get("WORLD_SIZE", "1"))
+        if found := problems(resolved.recipe, world_size):
             raise UserError(found)
-        if arguments.nproc > 1:
-            from armillary.launch.local import launch
-
-            return launch(sys.argv[1:], arguments.nproc)
-    from armillary.training.train import train
-
-    return train(resolved.recipe, name=resolved.name, folder=folder, resume=arguments.resume)
+    return resolved

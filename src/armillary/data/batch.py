@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.models.layers.documents import Documents
+from armillary.models.layers.documents import Documents, copied_to
 
 IGNORED = -100
 """The label of an input that is not counted."""
@@ -27,30 +27,10 @@ class Batch:
     """[B] stable ids of the samples, whatever the order or the mesh; -1 is a row of padding."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device; the copy is asynchronous where memory is pinned."""
+        """The batch on another device; see `copied_to`."""
         return Batch(
-            tokens=self.tokens.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
+            tokens=copied_to(self.tokens, device),
+            labels=copied_to(self.labels, device),
             documents=self.documents.to(device),
             sample_ids=self.sample_ids,
-        )
-
-    def split(self, microbatch_rows: int) -> list[Batch]:
-        """The rows in order, at most `microbatch_rows` at a time."""
-        assert microbatch_rows >= 1
-        return [
-            self._rows(slice(begin, begin + microbatch_rows))
-            for begin in range(0, len(self.sample_ids), microbatch_rows)
-        ]
-
-    def _rows(self, rows: slice) -> Batch:
-        return Batch(
-            tokens=self.tokens[rows],
-            labels=self.labels[rows],
-            documents=Documents(
-                lengths=self.documents.lengths[rows],
-                positions=self.documents.positions[rows],
-                starts=self.documents.starts[rows],
-            ),
-            sample_ids=self.sample_ids[rows],
         )

@@ -38,9 +38,10 @@ from armillary.data.tokenizer import (
     save_tokenizer,
 )
 from armillary.data.training_text import choose_training_text
-from armillary.data.workers import WorkerPool, cores, runs_in_workers
+from armillary.data.workers import WorkerPool, runs_in_workers
 from armillary.foundation.component import name_of
 from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.machine import available_cores
 from armillary.foundation.progress import NoProgress, Progress
 
 
@@ -172,7 +173,7 @@ class _Build:
         self.tokenizer = tokenizer
         self.progress = progress
         self.scan_name = "scan-" + digest_of([reading.stamp for reading in readings])[:32]
-        size = data.workers or cores()
+        size = data.workers or available_cores()
         importable = all(runs_in_workers(reading.corpus) for reading in readings)
         self.pool = WorkerPool(size if importable else 1)
 
@@ -263,7 +264,11 @@ class _Build:
             problem = _split_problem(documents, held_out, empty, self.data.validation_fraction)
             if problem is not None:
                 corpus = name_of(type(self.readings[part].corpus))
-                where = f"data.corpus ({corpus})" if len(self.readings) == 1 else f"part {part}"
+                where = (
+                    f"data.corpus ({corpus})"
+                    if len(self.readings) == 1
+                    else f"data.corpus.parts.{part}"
+                )
                 problems.append(Problem(f"{where} {problem.message}", problem.allowed, problem.fix))
         if problems:
             raise UserError(problems)

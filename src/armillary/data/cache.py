@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,20 +23,19 @@ import filelock
 from armillary.data.corpus import Source
 from armillary.foundation.errors import ArmillaryError, Problem, RunError, UserError
 from armillary.foundation.files import write_atomically
+from armillary.foundation.machine import CACHE_VARIABLE, cache_base
 from armillary.foundation.progress import Progress
 
-CACHE_VARIABLE = "ARMILLARY_CACHE"
 _POLL_SECONDS = 0.2
 _SETTLED_NS = 2_000_000_000
 """A file that changed more recently may change again within the clock's resolution."""
 
 
 def cache_folder(configured: str) -> Path:
-    """The folder for token stores: as configured, or below the base folder (see CACHE_VARIABLE)."""
+    """The folder for token stores: as configured, or below the base folder."""
     if configured:
         return Path(configured).expanduser().absolute()
-    base = os.environ.get(CACHE_VARIABLE) or "~/.cache/armillary"
-    return Path(base).expanduser().absolute() / "data"
+    return cache_base() / "data"
 
 
 def digest_of(value: Any) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from armillary.foundation.component import Component
 from armillary.foundation.errors import Problem, UserError
-from armillary.foundation.progress import NoProgress, Progress
 
 BAD_TEXT_CHOICES = ("error", "replace", "skip")
 
@@ -65,22 +64,6 @@ class CorpusConfig(Component, ABC):
     def read(self, source: Source) -> Iterator[Document | Problem]:
         """The documents of one source, in order; what cannot be read comes as a `Problem`."""
 
-    def documents(self, progress: Progress | None = None) -> Iterator[Document]:
-        """All documents in order.
-
-        Raises:
-            UserError: at the first document that cannot be read.
-        """
-        sources = self.sources()
-        total = sum(source.size for source in sources)
-        with (progress or NoProgress()).task("reading the corpus", total, "B") as advance:
-            for source in sources:
-                for item in self.read(source):
-                    if isinstance(item, Problem):
-                        raise UserError(item)
-                    yield item
-                advance(source.size)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
@@ -105,7 +88,7 @@ def corpus_parts(corpus: CorpusConfig) -> tuple[Part, ...]:
     if not parts:
         problems.append(Problem("data.corpus.parts is empty", "one part or more"))
     for index, part in enumerate(parts):
-        where = f"data.corpus.parts[{index}]"
+        where = f"data.corpus.parts.{index}"
         if not 0 < part.weight < float("inf"):
             problems.append(Problem(f"{where}.weight = {part.weight}", "a finite number above 0"))
         if getattr(part.corpus, "parts", None) is not None:

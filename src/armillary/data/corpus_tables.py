@@ -134,7 +134,7 @@ class HuggingFace(CorpusConfig):
     def read(self, source: Source) -> Iterator[Document | Problem]:
         """See `CorpusConfig.read`."""
         rows = _hub_dataset(self.name, self.config, self.split)
-        values = rows[source.start : source.end][self.column]
+        values = rows.select_columns([self.column])[source.start : source.end][self.column]
         for row, value in enumerate(values, source.start):
             yield from _row(f"{source.name}:{row}", f"{self.name} row {row}", value, self)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from armillary.data.packing import Concatenate, PackingConfig, PieceRows, Sample
 from armillary.data.splits import Split
 from armillary.foundation.errors import Problem, UserError
 from armillary.models.layers.documents import Documents
+
+if TYPE_CHECKING:
+    from armillary.data.config import Data
+    from armillary.data.token_store import TokenStore
 
 Integers = NDArray[np.int64]
 
@@ -122,6 +126,19 @@ class PackedDataset:
         return corpora, samples
 
 
+def training_set(store: TokenStore, data: Data, *, seq_len: int, seed: int) -> PackedDataset:
+    """The training samples that a recipe's `data` makes of its token store."""
+    return PackedDataset(
+        store.train,
+        data.packing,
+        seq_len=seq_len,
+        seed=seed,
+        shuffle=data.shuffle,
+        weights=store.weights if len(store.train) > 1 else None,
+        source=store.fingerprint,
+    )
+
+
 class ValidationDataset:
     """Held-out documents, every token of them (but each document's first) scored exactly once.
 
@@ -134,8 +151,8 @@ class ValidationDataset:
         split: the held-out split.
         seq_len: inputs in a row.
         stride: inputs between windows of one document; None is seq_len, no context.
-        limit: rows' worth of tokens at most: whole documents, a fixed pseudo-random choice, at
-            least one; 0 is the whole split.
+        limit: rows' worth of tokens at most: whole documents, a fixed pseudo-random choice among
+            those that fit, at least one; 0 is the whole split.
         source: fingerprint of the store that the split comes from.
 
     Raises:
@@ -168,8 +185,8 @@ class ValidationDataset:
         """Rows that hold something to score."""
         self.n_tokens = self._plan.n_scored
         """Labels that are scored, the denominator of the loss."""
-        self.n_bytes = int(split.document_bytes[documents].sum())
-        """Bytes of the text of the documents, the denominator of bits per byte."""
+        self.n_bytes = int(split.document_bytes[documents].sum()) - split.unscored_bytes(documents)
+        """Bytes of the text that is scored, the denominator of bits per byte."""
         self.documents = documents
         """Indices of the documents in the split."""
         self.fingerprint = _digest("validation", source, split.n_tokens, self._plan.fingerprint)
@@ -247,7 +264,8 @@ def _choose_documents(split: Split, inputs: int) -> Integers:
         mixed = documents[
             order.index(_VALIDATION_SEED, 0, np.arange(len(documents)), len(documents))
         ]
-        chosen = mixed[np.cumsum(sizes[mixed]) <= inputs]
+        fit = mixed[sizes[mixed] <= inputs]  # or one large document would end the choice
+        chosen = fit[np.cumsum(sizes[fit]) <= inputs]
         if not chosen.size:
             chosen = mixed[[np.argmin(sizes[mixed])]]
         documents = np.sort(chosen)

@@ -49,11 +49,6 @@ class Interleaving:
             self._rank[self._corpus == corpus] = np.arange(count)
         self._counts = np.array(self.counts, dtype=np.int64)
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The share of each corpus, exact over a window."""
-        return tuple(count / self.window for count in self.counts)
-
     def locate(self, positions: Integers) -> tuple[Integers, Integers]:
         """(corpus, local position in that corpus) of each global position."""
         windows, within = np.divmod(positions, self.window)
@@ -69,12 +64,12 @@ class Interleaving:
 def window_counts(weights: Sequence[float]) -> tuple[int, ...]:
     """How many samples of each corpus one window holds."""
     problems = [
-        Problem(f"weight {weight} of part {part} of the mixture", "a positive, finite number")
+        Problem(f"data.corpus.parts.{part}.weight = {weight}", "a finite number above 0")
         for part, weight in enumerate(weights)
         if not (math.isfinite(weight) and weight > 0)
     ]
     if not weights:
-        problems.append(Problem("the mixture has no parts", "at least one part"))
+        problems.append(Problem("data.corpus.parts is empty", "one part or more"))
     if problems:
         raise UserError(problems)
     exact = [Fraction(str(weight)) for weight in weights]
@@ -83,8 +78,8 @@ def window_counts(weights: Sequence[float]) -> tuple[int, ...]:
     counts = _largest_remainder(shares, min(window, LARGEST_WINDOW))
     lost = [
         Problem(
-            f"weight {weights[part]} of part {part} of the mixture is {float(shares[part]):.2g} "
-            f"of the sum, so it would never be sampled",
+            f"data.corpus.parts.{part}.weight = {weights[part]} is {float(shares[part]):.2g} of "
+            f"the sum, so the part would never be sampled",
             f"at least {1 / LARGEST_WINDOW} of the sum of the weights",
             "raise this weight, or remove the part",
         )

@@ -34,11 +34,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
 
 
-def epoch_of(position: int, n: int) -> tuple[int, int]:
-    """(epoch, position within the epoch) of a global position, for epochs of n samples."""
-    return divmod(position, n)
-
-
 @overload
 def index(seed: int, epoch: int, position: int, n: int) -> int: ...
 @overload

@@ -7,7 +7,6 @@ consumer's cursor is the whole state, and dropping what is in the queue loses no
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -30,8 +29,6 @@ class Prefetcher(Generic[Item]):
 
     def __init__(self, makers: Iterable[Callable[[], Item]], depth: int = 2) -> None:
         assert depth >= 0
-        self.wait_seconds = 0.0
-        """How long the last item kept the consumer waiting."""
         self._makers = iter(makers)
         self._depth = depth
         self._ready: deque[Item] = deque()
@@ -48,11 +45,7 @@ class Prefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        began = time.perf_counter()
-        try:
-            return self._take() if self._thread else self._make()
-        finally:
-            self.wait_seconds = time.perf_counter() - began
+        return self._take() if self._thread else self._make()
 
     def close(self) -> None:
         """Stops the thread and drops what was made ahead. May be called more than once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -46,6 +46,8 @@ class Split:
         document_bytes: [N] UTF-8 bytes of each document's text.
         ids: the N document ids.
         text: the documents' UTF-8 text end to end (held-out splits only), in memory or as a file.
+        first_token_bytes: UTF-8 bytes that a document's first token stands for; None where that is
+            a BOS, which stands for none.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Split:
         document_bytes: Integers | Sequence[int] | None = None,
         ids: Sequence[str] | None = None,
         text: bytes | Path | None = None,
+        *,
+        first_token_bytes: Callable[[int], int] | None = None,
     ) -> None:
         self.tokens = tokens
         self.document_offsets: Integers = np.asarray(document_offsets, dtype=np.int64)
@@ -66,6 +70,7 @@ class Split:
         )
         self.ids: Sequence[str] = [str(i) for i in range(count)] if ids is None else ids
         self._text = text
+        self._first_token_bytes = first_token_bytes
         assert count >= 0, "document_offsets holds at least the 0 at which documents begin"
         assert int(self.document_offsets[0]) == 0
         assert int(self.document_offsets[-1]) == len(tokens)
@@ -94,10 +99,15 @@ class Split:
         ]
         return tokens
 
-    @property
-    def has_text(self) -> bool:
-        """Whether the store kept the exact text (it does for held-out documents)."""
-        return self._text is not None
+    def unscored_bytes(self, documents: Integers) -> int:
+        """UTF-8 bytes of the first tokens of some documents, which nothing comes before."""
+        if self._first_token_bytes is None:
+            return 0
+        firsts, counts = np.unique(
+            self.tokens[self.document_offsets[documents]], return_counts=True
+        )
+        sizes = [self._first_token_bytes(token) for token in firsts.tolist()]
+        return int(counts @ np.array(sizes, np.int64))
 
     def documents_bytes(self) -> Iterator[bytes]:
         """The exact UTF-8 text of each document, in order; only where the store kept it."""

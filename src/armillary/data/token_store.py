@@ -14,8 +14,9 @@ part-1/...                   further parts, for a mixture
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,11 +87,12 @@ def open_store(folder: Path | str, weights: tuple[float, ...] | None = None) -> 
     if problems:
         raise UserError(problems)
     parts = [folder / f"part-{index}" for index in range(len(manifest["parts"]))]
+    first_token_bytes = None if manifest["made_from"]["bos"] else _token_bytes_of(folder)
     return TokenStore(
         folder=folder,
         manifest=manifest,
-        train=tuple(_open_split(part / "train") for part in parts),
-        validation=tuple(_open_split(part / "validation") for part in parts),
+        train=tuple(_open_split(part / "train", first_token_bytes) for part in parts),
+        validation=tuple(_open_split(part / "validation", first_token_bytes) for part in parts),
         weights=weights or (1.0,) * len(parts),
     )
 
@@ -113,7 +115,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise UserError(Problem(f"{path} is damaged: {error}")) from error
-    if not isinstance(found, dict) or not {"format", "key", "parts", "files"} <= found.keys():
+    if (
+        not isinstance(found, dict)
+        or not {"format", "key", "made_from", "parts", "files"} <= found.keys()
+    ):
         raise UserError(Problem(f"{path} is not the manifest of a token store"))
     if found["format"] != FORMAT:
         raise UserError(
@@ -159,7 +164,13 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _open_split(folder: Path) -> Split:
+def _token_bytes_of(folder: Path) -> Callable[[int], int]:
+    """Bytes that a token of the store's tokenizer stands for; it is read at the first question."""
+    tokenizer = cache(lambda: load_tokenizer(folder / TOKENIZER_FOLDER))
+    return lambda token: tokenizer().byte_count(token)
+
+
+def _open_split(folder: Path, first_token_bytes: Callable[[int], int] | None) -> Split:
     text = folder / "text.bin"
     identifiers: NDArray[np.uint8] = _map_bytes(folder / "ids.txt")
     return Split(
@@ -168,6 +179,7 @@ def _open_split(folder: Path) -> Split:
         document_bytes=_load(folder / "bytes.npy"),
         ids=TextTable(identifiers, _load(folder / "id_offsets.npy")),
         text=text if text.exists() else None,
+        first_token_bytes=first_token_bytes,
     )
 
 

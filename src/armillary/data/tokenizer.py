@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
 
+    def byte_count(self, token: int) -> int:
+        """UTF-8 bytes of the text that a token at the beginning of a document stands for."""
+
     def files(self) -> dict[str, str]:
         """What `save_tokenizer` writes: file name to content."""
 

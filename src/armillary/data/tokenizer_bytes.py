@@ -64,6 +64,10 @@ class ByteTokenizer:
         )
         return raw.decode("utf-8", "replace")
 
+    def byte_count(self, token: int) -> int:
+        """See `Tokenizer.byte_count`."""
+        return 1 if token < _BOS_ID else 0
+
     def files(self) -> dict[str, str]:
         """See `Tokenizer.files`."""
         return {DESCRIPTION_FILE: description("bytes", self.bos_id, self.eos_id)}

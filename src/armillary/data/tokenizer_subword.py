@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 BOS_TOKEN, EOS_TOKEN = "<|bos|>", "<|eos|>"
 _MINIMUM_VOCAB = 256 + 2
 _BOS_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<bos>", "<s>", "[BOS]")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""Tokens for bytes of characters that a vocabulary lacks, as SentencePiece names them."""
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 
 
@@ -165,6 +168,15 @@ class SubwordTokenizer:
             [int(token) for token in ids], skip_special_tokens=skip_special_tokens
         )
         return text
+
+    def byte_count(self, token: int) -> int:
+        """See `Tokenizer.byte_count`."""
+        name: str | None = self._parsed.id_to_token(token)
+        if name is not None and type(self._parsed.decoder).__name__ == "ByteLevel":
+            return len(name)  # one character for each byte, whole characters or not
+        if name is not None and _BYTE.fullmatch(name):
+            return 1
+        return len(self.decode([token], skip_special_tokens=False).encode("utf-8"))
 
     def files(self) -> dict[str, str]:
         """See `Tokenizer.files`."""

@@ -1,4 +1,4 @@
-"""Byte-level BPE several times faster: each distinct word goes through the merges once.
+"""Byte-level BPE, faster: each distinct word goes through the merges once.
 
 GPT-2's pattern (Radford et al. 2019, `encoder.py`) cuts a text into words, and no merge crosses a
 word's edge, so the ids of a text are those of its words. The cutting is done here by a regular
@@ -53,22 +53,28 @@ class WordEncoder:
 
     def __init__(self, parsed: tokenizers.Tokenizer) -> None:
         self._parsed = parsed
-        self._known: dict[str, bytes] = {}  # word, or line that is not ASCII -> its ids as uint32
+        self._known: dict[str, bytes] = {}  # ASCII word -> its ids as uint32
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, the same as the library's."""
         cut = [_cut(text) for text in texts]
-        self._learn(cut)
+        new = self._learn(cut)
         known = self._known.__getitem__
-        return [np.frombuffer(b"".join(map(known, words)), np.uint32) for words in cut]
+        found = [np.frombuffer(b"".join(map(known, words)), np.uint32) for words in cut]
+        for text in new:
+            if not text.isascii():  # a whole line, hardly ever seen again
+                del self._known[text]
+        return found
 
-    def _learn(self, cut: list[list[str]]) -> None:
+    def _learn(self, cut: list[list[str]]) -> list[str]:
+        """Encodes what is not known yet, and returns it."""
         if len(self._known) > _MOST_WORDS:
             self._known.clear()
         new = list(set().union(*cut).difference(self._known))
         found = self._parsed.encode_batch_fast(new, add_special_tokens=False)
         for word, encoding in zip(new, found, strict=True):
             self._known[word] = np.array(encoding.ids, np.uint32).tobytes()
+        return new
 
 
 def _cut(text: str) -> list[str]:

@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar, cast
 
@@ -132,14 +133,9 @@ def runs_in_workers(thing: object) -> bool:
     return found is not None and found.origin is not None and found.origin == loaded
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _start() -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "armillary.data.worker_main"],
@@ -154,7 +150,7 @@ def _call(process: subprocess.Popen[bytes], call: Call) -> tuple[bool, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        pickle.dump(call, process.stdin)
+        pickle.dump(pickle.dumps(call), process.stdin)  # bytes can be read whatever they hold
         process.stdin.flush()
         found: tuple[bool, Any] = pickle.load(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
@@ -173,16 +169,16 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """What a worker does: answers calls until there are no more."""
     while True:
         try:
-            function, arguments = pickle.load(requests)
+            request = pickle.load(requests)
         except EOFError:
             return
-        answer: tuple[bool, Any]
         try:
-            answer = (True, function(*arguments))
-        except Exception as error:
-            answer = (False, _Failure(error))
+            function, arguments = pickle.loads(request)
+            answer = pickle.dumps((True, function(*arguments)))
+        except Exception as error:  # also that of a call or an answer that cannot travel
+            answer = pickle.dumps((False, _Failure(error)))
         try:
-            pickle.dump(answer, answers)
+            answers.write(answer)
             answers.flush()
         except BrokenPipeError:
             return

@@ -52,13 +52,20 @@ def component(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         choices = _REGISTRY.setdefault(slot_of(cls), {})
         holder = choices.get(name)
-        if holder is not None and _where(holder) != _where(cls):
+        if holder is not None and not _is_same(holder, cls):
             raise TypeError(f"{_where(holder)} already holds the name {name!r}")
         choices[name] = cls
         _NAMES[cls] = name
         return cls
 
     return register
+
+
+def _is_same(holder: type, cls: type) -> bool:
+    """Whether a class is its holder read again; a user's file may be, from another place."""
+    if holder.__module__ == cls.__module__ or not holder.__module__.startswith("armillary."):
+        return holder.__qualname__ == cls.__qualname__
+    return False
 
 
 def _where(cls: type) -> str:

@@ -10,6 +10,7 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RUN_ME_AGAIN = 75
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class ArmillaryError(Exception):
     """Base of the errors that are shown to a person without a traceback."""
 
     exit_code = EXIT_FAILED
+    seen_by_every_rank = False
+    """Whether all ranks of the run raise the same, so that one may speak for them."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
@@ -59,6 +62,20 @@ class RunError(ArmillaryError):
     """Something failed after work had begun (exit code 1)."""
 
     exit_code = EXIT_FAILED
+
+
+class Stopped(Exception):
+    """Work was ended on request, in a state from which it can go on (exit code 75)."""
+
+    exit_code = EXIT_RUN_ME_AGAIN
+
+    def __init__(self, signal_name: str) -> None:
+        self.signal_name = signal_name
+        super().__init__(f"stopped on request ({signal_name}); the same command goes on from here")
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[str]]:
+        """See `ArmillaryError.__reduce__`."""
+        return type(self), (self.signal_name,)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

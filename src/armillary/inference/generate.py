@@ -1,11 +1,15 @@
-"""Continues prompts with any decoder: many rows at once, each token read once."""
+"""Continues prompts with any decoder: many rows at once, each token read once.
+
+A row does not depend on the batch it is in: shorter prompts are padded on the left, padding is a
+document of its own that no other token sees, and every row has its own random stream.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +41,6 @@ def generate(
 ) -> list[list[int]]:
     """What follows each prompt: the new tokens only, without the end-of-text token.
 
-    A row does not depend on the batch it is in: shorter prompts are padded on the left, padding is
-    a document of its own that no other token sees, and every row has its own random stream.
-
     Args:
         model: decoder with its weights.
         prompts: token ids, at least one each.
@@ -56,40 +57,46 @@ def generate(
     Raises:
         UserError: arguments out of range, a prompt without tokens, or too long for the model.
     """
-    found = generation_problems(
-        prompts,
-        max_seq_len=model.max_seq_len,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
-    if found:
+    limits: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if found := generation_problems(
+        prompts, max_seq_len=model.max_seq_len, max_new_tokens=max_new_tokens, seed=seed, **limits
+    ):
         raise UserError(found)
+    draws = uniform_draws(prompts, seed, max_new_tokens)
+
+    def pick(logits: Tensor, index: int) -> list[int]:
+        return choose(logits[:, :vocab_size], draws[:, index], **limits)
+
+    rows: list[list[int]] = [[] for _ in prompts]
+    for row, token in _continued(model, prompts, max_new_tokens, eos_id, pick):
+        rows[row].append(token)
+        if on_token is not None:
+            on_token(row, token)
+    return rows
+
+
+def _continued(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    eos_id: int | None,
+    pick: Callable[[Tensor, int], list[int]],
+) -> Iterator[tuple[int, int]]:
+    """(row, token) of every new token as it is chosen, until each row has ended or has `most`."""
     device = model.embedding.weight.device
     tokens, documents = _padded(prompts, device)
-    cache = KeyValueCache(tokens.shape[1] + max_new_tokens)
-    draws = uniform_draws(prompts, seed, max_new_tokens)
-    rows: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(len(prompts)))
+    cache = KeyValueCache(tokens.shape[1] + most)
+    open_rows = list(range(len(prompts)))
     with _uncompiled():
         logits = model(tokens, documents, cache=cache, output=_last_logits)
-        for index in range(max_new_tokens):
-            scores, drawn = logits[:, :vocab_size], draws[:, index]
-            chosen = choose(scores, drawn, temperature=temperature, top_k=top_k, top_p=top_p)
-            for row in sorted(open_rows):
-                if chosen[row] == eos_id:
-                    open_rows.discard(row)
-                    continue
-                rows[row].append(chosen[row])
-                if on_token is not None:
-                    on_token(row, chosen[row])
-            if not open_rows or index + 1 == max_new_tokens:
-                break
+        for index in range(most):
+            chosen = pick(logits, index)
+            open_rows = [row for row in open_rows if chosen[row] != eos_id]
+            yield from ((row, chosen[row]) for row in open_rows)
+            if not open_rows or index + 1 == most:
+                return
             added = torch.tensor(chosen, device=device)[:, None]
             logits = model(added, cache=cache, output=_last_logits)
-    return rows
 
 
 def generation_problems(

@@ -7,24 +7,19 @@ from pathlib import Path
 
 import torch
 
-from armillary.checkpoint.find import Found
-from armillary.checkpoint.manifest import (
-    CHECKPOINTS_NAME,
-    Unverified,
-    step_folders,
-    step_of,
-    verify,
-)
+from armillary.checkpoint.find import Found, Words, find_checkpoint
+from armillary.checkpoint.manifest import step_of
 from armillary.checkpoint.state import restore_model
 from armillary.data.tokenizer import Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.progress import Progress
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, TOKENIZER_FOLDER
 from armillary.models.decoder import Decoder
 from armillary.parallel.materialise import allocate
 from armillary.recipe import Recipe, read_toml
 from armillary.recipe.overrides import apply
 
-RECIPE_FILE = "recipe.toml"
-TOKENIZER_FOLDER = "tokenizer"
+_WORDS = Words("--step", "leaving --step out", "restore a copy, or name another run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +37,9 @@ class Trained:
         return [*([] if bos is None else [bos]), *self.tokenizer.encode(text)]
 
 
-def load_trained(path: Path, *, step: int | None = None, device: torch.device) -> Trained:
+def load_trained(
+    path: Path, *, step: int | None = None, device: torch.device, progress: Progress | None = None
+) -> Trained:
     """Loads what a run has saved.
 
     Computes in fp32 on a CPU, elsewhere in the run's own format, weights included.
@@ -51,11 +48,12 @@ def load_trained(path: Path, *, step: int | None = None, device: torch.device) -
         path: a run folder, or one of its checkpoints.
         step: which of the run's checkpoints; None: the newest that verifies.
         device: where the model will be.
+        progress: hears of the bytes read to verify.
 
     Raises:
         UserError: not a run, no such checkpoint, or one that does not verify.
     """
-    run, found = find_saved(path, step)
+    run, found = find_saved(path, step, progress)
     recipe = apply(Recipe(), [read_toml(run / RECIPE_FILE)])
     tokenizer = load_tokenizer(run / TOKENIZER_FOLDER)
     with torch.device("meta"):
@@ -67,7 +65,9 @@ def load_trained(path: Path, *, step: int | None = None, device: torch.device) -
     return Trained(model=model.eval(), tokenizer=tokenizer, recipe=recipe, checkpoint=found)
 
 
-def find_saved(path: Path, step: int | None = None) -> tuple[Path, Found]:
+def find_saved(
+    path: Path, step: int | None = None, progress: Progress | None = None
+) -> tuple[Path, Found]:
     """The run folder that a path belongs to, and the checkpoint to take.
 
     Raises:
@@ -77,26 +77,13 @@ def find_saved(path: Path, step: int | None = None) -> tuple[Path, Found]:
     if own_step is not None and step not in (None, own_step):
         message = f"--step {step}: {path} is the checkpoint of step {own_step}"
         raise UserError(Problem(message, fix=f"armillary generate {run} --step {step}"))
-    folders = step_folders(run / CHECKPOINTS_NAME)
     wanted = own_step if step is None else step
-    available = ", ".join(str(each) for each in sorted(folders)) or "none"
-    if wanted is not None and wanted not in folders:
-        message = f"--step {wanted}: {run} has no checkpoint of step {wanted}"
-        raise UserError(Problem(message, f"steps {available}"))
-    reasons = []
-    for each in folders if wanted is None else [wanted]:
-        try:
-            manifest = verify(folders[each])
-        except Unverified as reason:
-            reasons.append(f"{folders[each]} does not verify: {reason}")
-            continue
-        return run, Found(folders[each], each, manifest, reasons)
-    raise UserError(
-        [Problem(reason, f"steps that verify, of {available}") for reason in reasons]
-        or Problem(
-            f"{run} has no checkpoint yet", fix=f"armillary train --run {run}, to its first one"
-        )
-    )
+    asked = "auto" if wanted is None else str(wanted)
+    found = find_checkpoint(run / CHECKPOINTS_FOLDER, asked, progress, _WORDS)
+    if found is None:
+        fix = f"armillary train --run {run}, to its first one"
+        raise UserError(Problem(f"{run} has no checkpoint yet", fix=fix))
+    return run, found
 
 
 def _run_and_step(path: Path) -> tuple[Path, int | None]:
@@ -108,7 +95,7 @@ def _run_and_step(path: Path) -> tuple[Path, int | None]:
     step, run = step_of(path.name), path
     if step is not None:
         run = path.parent.parent
-    elif path.name == CHECKPOINTS_NAME:
+    elif path.name == CHECKPOINTS_FOLDER:
         run = path.parent
     if not (run / RECIPE_FILE).is_file():
         message = f"{path} is not a run folder or a checkpoint in one: no {run / RECIPE_FILE}"

@@ -86,18 +86,20 @@ def _groups(
     per_kv_head = heads // kv_heads * min(_BLOCK, length) * length
     kv_step = max(1, min(kv_heads, _SCRATCH_ELEMENTS // per_kv_head))
     row_step = max(1, min(batch, _SCRATCH_ELEMENTS // (per_kv_head * kv_heads)))
-    tiles = _tiles(query, None) if starts is None else []
+    triangle = torch.full(
+        (_BLOCK, _BLOCK), -torch.inf, dtype=_exact(query.dtype), device=key.device
+    )
+    triangle.triu_(1)
+    tiles = _tiles(length, triangle, None)
     for row in range(0, batch, row_step):
         rows = slice(row, min(row + row_step, batch))
         if starts is not None:
-            tiles = _tiles(query, starts[rows])
+            tiles = _tiles(length, triangle, starts[rows])
         for head in range(0, kv_heads, kv_step):
             yield rows, slice(head, min(head + kv_step, kv_heads)), tiles
 
 
-def _tiles(query: Tensor, starts: Tensor | None) -> list[_Tile]:
-    length, device, dtype = query.shape[2], query.device, _exact(query.dtype)
-    triangle = torch.full((_BLOCK, _BLOCK), -torch.inf, dtype=dtype, device=device).triu_(1)
+def _tiles(length: int, triangle: Tensor, starts: Tensor | None) -> list[_Tile]:
     tiles = []
     for begin in range(0, length, _BLOCK):
         end = min(begin + _BLOCK, length)
@@ -111,10 +113,8 @@ def _tiles(query: Tensor, starts: Tensor | None) -> list[_Tile]:
         if highest == first:
             tiles.append(_Tile(begin, end, first, causal))
             continue
-        before = torch.arange(first, end, device=device) < block[:, None, :, None]
-        mask = torch.zeros(before.shape, dtype=dtype, device=device).masked_fill_(
-            before, -torch.inf
-        )
+        before = torch.arange(first, end, device=starts.device) < block[:, None, :, None]
+        mask = triangle.new_zeros(before.shape).masked_fill_(before, -torch.inf)
         mask[..., begin - first :] += causal
         tiles.append(_Tile(begin, end, first, mask))
     return tiles

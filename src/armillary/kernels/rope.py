@@ -28,14 +28,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]  # [B, 1, S, P/2]
-    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    half = cos.shape[-1]
+    both = torch.cat((cos, cos), dim=-1)
     dtype = torch.promote_types(x.dtype, cos.dtype)
     for piece in pieces(x):
-        wide = x[piece].to(dtype, memory_format=torch.contiguous_format)
-        first, second = wide.chunk(2, dim=-1)
-        swapped = torch.cat((second, first), dim=-1)
         here = piece if cos.dim() == 4 else ...
-        out[piece] = (wide * cos[here]).addcmul_(swapped, sin[here])
+        wide = x[piece].to(dtype, memory_format=torch.contiguous_format)
+        rotated = wide * both[here]
+        rotated[..., :half].addcmul_(wide[..., half:], sin[here], value=-1)
+        rotated[..., half:].addcmul_(wide[..., :half], sin[here])
+        out[piece] = rotated
     return out
 
 

@@ -36,7 +36,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _product(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return F.linear(F.silu(gate).mul_(up), weight)
+        return F.linear(_product(gate, up), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +69,14 @@ class _SwiGLULinear(torch.autograd.Function):
             _silu_backward(grad_activated, gates[piece], out=grad_gate[piece])
             grad_up[piece] *= activated
         return grad_gate.view(gate.shape), grad_up.view(up.shape), rows.mT @ product
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    out = gate.new_empty(gate.shape).view(-1, gate.shape[-1])  # [T, F]
+    gates, ups = gate.reshape(out.shape), up.reshape(out.shape)
+    for piece in pieces(out):
+        torch.mul(F.silu(gates[piece]), ups[piece], out=out[piece])
+    return out.view(gate.shape)
 
 
 def _silu_backward(grad: Tensor, x: Tensor, *, out: Tensor) -> None:

@@ -44,6 +44,11 @@ class ModelConfig(Component, ABC):
     def problems(self, seq_len: int) -> list[Problem]:
         """What is inconsistent, all at once; empty if rows of `seq_len` tokens can be trained."""
 
-    def device_problems(self, device_type: str) -> list[Problem]:
-        """What keeps the model from being trained on such a device; needs torch to ask it."""
+    def device_problems(self, device_type: str, compute_dtype: str = "bfloat16") -> list[Problem]:
+        """What keeps the model from being trained on such a device; needs torch to ask it.
+
+        Args:
+            device_type: cpu, cuda, ...
+            compute_dtype: see `Precision.compute`.
+        """
         return []

@@ -82,7 +82,7 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         else:
             positions = documents.positions
-        backend = backend_for(self.attention, tokens.device.type)
+        backend = backend_for(self.attention, tokens.device.type, self.rope.head_dim)
         return self.rope.tables(positions), backend.prepare(documents, tokens)
 
     def initializers(self) -> dict[str, Initializer]:

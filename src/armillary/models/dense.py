@@ -139,11 +139,14 @@ class DenseDecoder(ModelConfig):
         """See `ModelConfig.problems`."""
         return [*self._size_problems(), *self._head_problems(), *self._range_problems(seq_len)]
 
-    def device_problems(self, device_type: str) -> list[Problem]:
+    def device_problems(self, device_type: str, compute_dtype: str = "bfloat16") -> list[Problem]:
         """See `ModelConfig.device_problems`."""
-        from armillary.models.layers.backends import attention_problems
+        from armillary.models.layers.backends import Conditions, attention_problems
 
-        return attention_problems(self.attention, device_type, training=True)
+        conditions = Conditions(
+            device_type=device_type, compute_dtype=compute_dtype, head_width=self.head_width
+        )
+        return attention_problems(self.attention, conditions)
 
     def _size_problems(self) -> list[Problem]:
         names = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")

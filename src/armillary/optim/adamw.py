@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from armillary.optim.optimizers import Optimizers
 
 
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of device that every supported torch has a fused AdamW for."""
+
+
 @component("adamw")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW(OptimizerConfig):
@@ -94,6 +98,4 @@ def build_adamw(
 
 
 def _has_fused(parameters: Sequence[torch.Tensor]) -> bool:
-    return all(
-        p.device.type in ("cpu", "cuda", "xpu") and p.is_floating_point() for p in parameters
-    )
+    return all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)

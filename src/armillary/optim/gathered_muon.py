@@ -1,10 +1,10 @@
 """Muon for matrices that may be sharded: the update is computed from the whole matrix.
 
 torch's own Muon runs on DTensors too, but as sharded matrix products, whose sums have another
-order: after one step its weights differ from the unsharded ones by more than 1e-4, and a matrix
-costs more than ten collectives. Here each matrix's momentum stays sharded like its parameter, the
-update is gathered once, orthogonalised on every rank, and each rank keeps its own part; given the
-same gradients the result is the unsharded one, bit for bit.
+order, which bfloat16 amplifies, and which cost several collectives a matrix. Here each matrix's
+momentum stays sharded like its parameter, the update is gathered once, orthogonalised on every
+rank, and each rank keeps its own part; given the same gradients the result is the unsharded one,
+bit for bit.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 NO_DECAY = ("*norm.weight", "*.bias", "embedding.weight")
 """Norms, biases and embeddings: what is not decayed unless the recipe says otherwise."""
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -29,13 +27,7 @@ class Group:
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by the names that the model's file gives them; tied ones once."""
-    named = {}
-    for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")  # noqa: PLW2901
-        if parameter.requires_grad:
-            named[name] = parameter
-    return named
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -53,7 +53,8 @@ class Muon(OptimizerConfig):
     ns_steps: int = 5
     """Newton-Schulz iterations."""
     ns_dtype: IterationDtype = "bfloat16"
-    """Where the iterations run: bfloat16, as published, or float32."""
+    """Where the iterations run: bfloat16, as published, or float32, which a run needs whose losses
+    shall not depend on the mesh beyond float32's own rounding."""
     matrices: tuple[str, ...] = ("layers.*",)
     """Shell-style patterns of the parameters that Muon updates, of those with two dims."""
     adamw_lr: float = 2e-3

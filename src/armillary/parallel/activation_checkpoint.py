@@ -14,8 +14,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from armillary.foundation.errors import UserError
 from armillary.parallel.blocks import blocks_of
 from armillary.parallel.config import ActivationCheckpointConfig
+from armillary.parallel.operators import operators_named
 
 
 def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig) -> None:
@@ -24,7 +26,12 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
     In place. After the passes that rewrite modules (tensor, context), so that what they do is
     recomputed too; before compilation, which then sees the checkpointed block. The block's forward
     is replaced, not wrapped in a module, so that parameters keep their names.
+
+    Raises:
+        UserError: `config` names an operator that does not exist.
     """
+    if problems := config.problems():
+        raise UserError(problems)
     for index, block in enumerate(blocks_of(model)):
         kept = config.kept(index)
         if kept is not None:
@@ -58,17 +65,3 @@ def _policy(
     if operator in operators:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def operators_named(names: tuple[str, ...]) -> list[object]:
-    """The operators of those names, with all their overloads, without those not loaded here."""
-    found: list[object] = []
-    for name in names:
-        namespace, _, operator = name.partition("::")
-        if namespace == "higher_order":
-            found += [op for op in [getattr(torch.ops.higher_order, operator, None)] if op]
-            continue
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            found += [getattr(packet, overload) for overload in packet.overloads()]
-    return found

@@ -21,7 +21,7 @@ def compile_blocks(model: nn.Module, config: Compile) -> None:
     if not config.enabled:
         return
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True}
-    if config.backend == "inductor" and config.mode != "default":
+    if config.mode != "default":
         options["mode"] = config.mode
     for block in blocks_of(model):
         block.forward = torch.compile(block.forward, **options)

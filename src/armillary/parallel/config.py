@@ -17,7 +17,7 @@ from armillary.precision.config import Precision
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Mesh axes over which data is split, outermost first."""
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Parallel:
     """Reduce sharded gradients after every microbatch (a shard of memory) and not only after the
     last one (whole gradients in memory, less traffic). Copies always wait for the last one."""
     device: str = "auto"
-    """Kind of device: auto (cuda where there is one, else cpu), cpu, cuda or mps."""
+    """Kind of device: auto (cuda where there is one, else cpu), cpu or cuda."""
 
     def resolve(self, world_size: int) -> Parallel:
         """The same arrangement with -1 replaced. Only for one without `problems`."""
@@ -202,6 +202,7 @@ COSTLY_OPERATORS = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
     "higher_order::flex_attention",
     "armillary::blocked_attention",
 )
@@ -225,14 +226,12 @@ class Selective(ActivationCheckpointConfig):
 
     def problems(self) -> list[Problem]:
         """See `ActivationCheckpointConfig.problems`."""
-        return [
-            Problem(
-                f"activation_checkpoint.save names {name!r}, which is no operator name",
-                allowed="namespace::name, such as aten::mm",
-            )
-            for name in self.save
-            if len([part for part in name.split("::") if part]) != 2
-        ]
+        own = [name for name in self.save if name not in COSTLY_OPERATORS]
+        if not own:
+            return []
+        from armillary.parallel.operators import operator_problems  # it asks torch
+
+        return operator_problems(own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,8 +246,8 @@ class Compile:
     """Inductor's mode: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs."""
 
     def problems(self) -> list[Problem]:
-        """Values that torch.compile does not know."""
-        return [
+        """Values that torch.compile does not know, or that do not go together."""
+        unknown = [
             Problem(
                 f"compile.{name} = {value} is not known",
                 allowed=", ".join(known),
@@ -263,6 +262,15 @@ class Compile:
                 ),
             )
             if value not in known
+        ]
+        if unknown or self.backend == "inductor" or self.mode == "default":
+            return unknown
+        return [
+            Problem(
+                f"compile.mode = {self.mode} is inductor's, and compile.backend = {self.backend}",
+                allowed="default, or compile.backend = inductor",
+                fix="--compile.mode default",
+            )
         ]
 
 

@@ -34,12 +34,13 @@ def shard_over_data(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) ->
         fully_shard(block, mp_policy=in_compute, reshard_after_forward=reshard, **options)
     if not tied_parameters(model):
         first, *rest = modules_outside_blocks(model)
-        # The gradient of an embedding adds up one row per token: in float32, or frequent tokens
-        # stop learning. Its weights are therefore not cast.
+        # Weights outside the blocks are gathered in float32 and cast where they are used, as in one
+        # process, so that their gradients are float32: an embedding's adds up one row per token,
+        # and in bfloat16 frequent tokens would stop learning; the head's comes from the loss so.
         fully_shard(first, mp_policy=in_masters, reshard_after_forward=reshard, **options)
         if rest:
             # Needed again at once in the backward pass, so they are not freed in between.
-            fully_shard(rest, mp_policy=in_compute, reshard_after_forward=False, **options)
+            fully_shard(rest, mp_policy=in_masters, reshard_after_forward=False, **options)
     # The root takes what is left: nothing, or the weights that first and last module share.
     fully_shard(model, mp_policy=in_masters, reshard_after_forward=False, **options)
     for unit in _units(model):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from armillary.foundation.errors import Problem, UserError
-
-T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -51,16 +48,12 @@ def choose_device(kind: str = "auto") -> torch.device:
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    available = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available() and world_size() == 1,
-    }
-    if not available.get(kind, False):
+    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if kind not in available:
         raise UserError(
             Problem(
-                f"parallel.device = {kind} is not available to {world_size()} rank(s) here",
-                allowed=", ".join(name for name, there in available.items() if there),
+                f"parallel.device = {kind} is not available here",
+                allowed=", ".join(available),
                 fix="--parallel.device auto",
             )
         )
@@ -109,37 +102,3 @@ def destroy() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def barrier() -> None:
-    """Waits until every rank is here."""
-    if dist.is_initialized():
-        # A reduction on the host: dist.barrier would use the accelerator and warn about it.
-        dist.all_reduce(torch.zeros(1))
-
-
-def broadcast_object(value: T, source: int = 0) -> T:
-    """The value of rank `source`, on every rank."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
-    return box[0]
-
-
-def gather_objects(value: T) -> list[T]:
-    """The values of all ranks, in order of rank, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank: one byte between hosts, no accelerator involved."""
-    if not dist.is_initialized():
-        return flag
-    flags = torch.tensor([flag], dtype=torch.uint8)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())

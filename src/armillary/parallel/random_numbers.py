@@ -2,7 +2,9 @@
 
 A stream of numbers belongs to one name. It is cut into chunks of fixed size, and a number is always
 computed as part of its whole chunk, by numpy on one thread, so that not even the last bit depends
-on where a shard begins.
+on where a shard begins. Every operation is one that IEEE 754 rounds in one way (sums, products,
+square roots, integers), so that it does not depend on the machine either; numpy's logarithm, which
+has a version for each instruction set, is not among them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,15 @@ _TAIL = (
     -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773,
     -0.0076224613, 0.00943887047, 1.00167406, 2.83297682,
 )  # fmt: skip
+
+# Polynomial P with log(1 + f) = f - f²/2 + f³ P(f), for sqrt(1/2) <= 1 + f < sqrt(2).
+# (Cephes mathematical library 2.2, logf; Moshier 1992)
+_LOGARITHM = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_ROOT_OF_HALF = np.float32(math.sqrt(0.5)).view(np.int32)
+_MANTISSA_BITS = 23
 
 Floats = NDArray[np.float32]
 
@@ -80,8 +91,7 @@ def _erfinv(x: Floats) -> Floats:
     """x with erf(x) = given, for |given| < 1."""
     w = np.float32(1.0) - x
     w *= np.float32(1.0) + x
-    np.log(w, out=w)
-    np.negative(w, out=w)
+    w = _minus_logarithm(w)
     in_tail = np.flatnonzero(w >= np.float32(5.0))
     tail = _polynomial(np.sqrt(w[in_tail]) - np.float32(3.0), _TAIL)
     w -= np.float32(2.5)
@@ -89,6 +99,22 @@ def _erfinv(x: Floats) -> Floats:
     result[in_tail] = tail
     result *= x
     return result
+
+
+def _minus_logarithm(x: Floats) -> Floats:
+    """-log x, for positive normal numbers."""
+    bits = x.view(np.int32)
+    exponent = (bits - _ROOT_OF_HALF) >> _MANTISSA_BITS
+    f = (bits - (exponent << _MANTISSA_BITS)).view(np.float32)  # x = 2^exponent (1 + f)
+    f -= np.float32(1.0)
+    square = f * f
+    result = _polynomial(f, _LOGARITHM)
+    result *= f
+    result -= np.float32(0.5)
+    result *= square
+    result += f
+    result += exponent.astype(np.float32) * np.float32(math.log(2.0))
+    return np.negative(result, out=result)
 
 
 def _polynomial(x: Floats, coefficients: tuple[float, ...]) -> Floats:

@@ -9,9 +9,10 @@ from torch import nn
 def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Makes the model compute in `dtype` while its weights stay float32. First in order, in place.
 
-    The embedding's output sets the format of the residual stream, and linear layers cast their
-    weights to that of their input. One process and sharded ranks thus follow one policy: sharding
-    casts the same weights to the same format, only earlier.
+    The embedding's output sets the format of the residual stream, and linear layers and norms round
+    their weights to that of their input. One process and sharded ranks thus follow one policy:
+    sharding rounds the weights of blocks to the same format, only earlier, and leaves the others to
+    the layers.
 
     Raises:
         AssertionError: no module of the model declares `output_dtype`.

@@ -33,11 +33,6 @@ class Budget:
         assert self.tokens is not None, "a recipe without problems has steps or tokens"
         return math.ceil(self.tokens / self.batch_tokens)
 
-    @property
-    def batch_sequences(self) -> int:
-        """Sequences of one optimizer step over all ranks."""
-        return self.batch_tokens // self.seq_len
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:

@@ -29,7 +29,7 @@ def problems(recipe: Recipe, world_size: int = 1, *, data: bool = True) -> list[
     Args:
         data: also ask for what only a machine that reads the data needs, such as files that exist.
     """
-    found = list(_ranges(recipe))
+    found = [*_ranges(recipe), *_sampling(recipe)]
     budget = recipe.budget
     countable = not any(problem.message.startswith("budget.") for problem in found)
     no_length = _length(recipe) if countable else []
@@ -69,6 +69,21 @@ def _ranges(recipe: Recipe) -> Iterator[Problem]:
             f"{leaf.name} = {leaf.value} is out of range",
             least,
             f"--{_option(leaf.name)} {default if default is not None else 1000}",
+        )
+
+
+def _sampling(recipe: Recipe) -> Iterator[Problem]:
+    """Found out at the end of a long run otherwise."""
+    tokens, context = recipe.sampling.tokens, getattr(recipe.model, "max_seq_len", None)
+    if not recipe.sampling.prompts or (tokens > 0 and (context is None or tokens < context)):
+        return
+    if tokens >= 0:  # `_ranges` tells of those below
+        most = "" if context is None else f", below model.max_seq_len = {context}"
+        fitting = 64 if context is None else max(1, min(64, context // 2))
+        yield Problem(
+            f"sampling.tokens = {tokens} is out of range",
+            f"1 or more{most}",
+            f"--sampling.tokens {fitting}",
         )
 
 

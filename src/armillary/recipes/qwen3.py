@@ -38,7 +38,7 @@ def build(size: str) -> Recipe:
         schedule=Cosine(warmup_steps=8000, floor=0.01),
         activation_checkpoint=large,
         compile=Compile(enabled=True),
-        validation=Validation(every=500),
+        validation=Validation(every=500, final_sequences=4096),
         checkpoint=Checkpoint(every=500),
     )
 

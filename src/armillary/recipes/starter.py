@@ -13,30 +13,35 @@ from armillary.optim.schedule import WarmupStableDecay
 from armillary.recipe.budget import Budget, Sampling, Validation
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.registry import recipe
+from armillary.telemetry.config import Telemetry
 
 VOCABULARY = 4096
 
 
 @recipe("starter")
 def starter() -> Recipe:
-    """A small Llama on the Python standard library: minutes on two CPU cores."""
+    """A small Llama on the Python standard library: five minutes on two CPU cores.
+
+    What was tried before these values were chosen is in docs/decisions/0002-starter.md.
+    """
     return Recipe(
         model=Llama(
             vocab_size=VOCABULARY,
             dim=192,
             n_layers=4,
-            n_heads=6,
-            n_kv_heads=6,
+            n_heads=3,
+            n_kv_heads=3,
             ffn_dim=512,
             rope_theta=10_000.0,
             max_seq_len=1024,
         ),
         data=Data(tokenizer=Bpe(vocab_size=VOCABULARY)),
         budget=Budget(tokens=2.2e6, batch_tokens=4096, seq_len=256),
-        optimizer=Muon(lr=1e-2, adamw_lr=1e-2),
-        schedule=WarmupStableDecay(warmup_fraction=0.04, decay_fraction=0.4),
-        validation=Validation(every=100),
+        optimizer=Muon(lr=1e-2, adamw_lr=4e-2),
+        schedule=WarmupStableDecay(warmup_steps=20, decay_fraction=0.6),
+        validation=Validation(every=100, final_stride=128),
         checkpoint=Checkpoint(every=100),
+        telemetry=Telemetry(log_every=10),
         sampling=Sampling(prompts=("def ", "import ", "class Test")),
     )
 
@@ -51,11 +56,14 @@ def starter_long() -> Recipe:
             vocab_size=VOCABULARY,
             dim=256,
             n_layers=6,
-            n_heads=8,
-            n_kv_heads=8,
-            ffn_dim=768,
+            n_heads=4,
+            n_kv_heads=4,
+            ffn_dim=704,
             rope_theta=10_000.0,
             max_seq_len=1024,
         ),
-        budget=replace(short.budget, tokens=8e6, batch_tokens=8192),
+        budget=Budget(tokens=8e6, batch_tokens=8192, seq_len=512),
+        optimizer=Muon(lr=1e-2, adamw_lr=2e-2),
+        validation=Validation(every=200, final_stride=256),
+        checkpoint=Checkpoint(every=200),
     )

@@ -20,7 +20,7 @@ from armillary.foundation.files import write_atomically
 LOCK_NAME = ".lock"
 HOLDER_NAME = ".lock-holder.json"
 
-# What shows that a folder is a run's. The first two are written at its start.
+# What shows that a folder is a run's: both are written before its first step.
 _RUN_FILES = ("recipe.toml", "events.jsonl")
 _CLAIM_FILES = {LOCK_NAME, HOLDER_NAME}
 

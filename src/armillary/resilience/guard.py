@@ -20,7 +20,6 @@ def require_finite(
     step: int,
     samples: tuple[int, int],
     gradients: Iterable[tuple[str, Tensor | None]] = (),
-    **others: Tensor,
 ) -> dict[str, float]:
     """Reads the step's values on the host, once, and checks them; call before `optimizer.step()`.
 
@@ -32,20 +31,18 @@ def require_finite(
         samples: global sample positions [first, last) behind this step.
         gradients: names and gradients, e.g. `((n, p.grad) for n, p in model.named_parameters())`;
             looked at only after a failure, to say which of them are not finite on this rank.
-        others: further scalars to read in the same transfer; not checked.
 
     Returns:
-        All values by name, `loss` and `gradient_norm` first.
+        `loss` and `gradient_norm` by name.
 
     Raises:
         RunError: loss or gradient norm is infinite or not a number. Nothing was changed.
     """
-    named = {"loss": loss, "gradient_norm": gradient_norm, **others}
+    named = {"loss": loss, "gradient_norm": gradient_norm}
     # The step's one host synchronisation: the values go to the log, so they are needed here anyway.
-    wide = torch.float32 if loss.device.type == "mps" else torch.float64
-    row = torch.stack([t.detach().to(device=loss.device, dtype=wide) for t in named.values()])
+    row = torch.stack([t.detach().to(loss.device, torch.float64) for t in named.values()])
     values = dict(zip(named, row.tolist(), strict=True))
-    bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(values[name])]
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
     if not bad:
         return values
     first, last = samples

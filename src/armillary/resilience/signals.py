@@ -10,23 +10,13 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from armillary.foundation.errors import EXIT_RUN_ME_AGAIN
+from armillary.foundation.errors import EXIT_INTERRUPTED, Stopped
 
-EXIT_INTERRUPTED = 130
+__all__ = ["StopRequest", "Stopped"]
 
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 # A launcher and the terminal each pass on one Ctrl-C, so one press may arrive here twice.
 _SAME_PRESS_SECONDS = 1.0
-
-
-class Stopped(Exception):
-    """Work was ended on request, in a state from which it can go on."""
-
-    exit_code = EXIT_RUN_ME_AGAIN
-
-    def __init__(self, signal_name: str) -> None:
-        self.signal_name = signal_name
-        super().__init__(f"stopped on request ({signal_name}); the same command goes on from here")
 
 
 class StopRequest:

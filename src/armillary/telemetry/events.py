@@ -61,11 +61,6 @@ class EventLog:
         """A log that keeps nothing, for ranks that do not speak."""
         return cls(None, rank)
 
-    def add_sink(self, sink: Sink) -> None:
-        """Hands every later event to `sink` too."""
-        with self._lock:
-            self._sinks.append(sink)
-
     def emit(self, kind: str, step: int, **fields: object) -> dict[str, Any]:
         """Appends one event and returns it as written.
 

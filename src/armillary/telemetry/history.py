@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from armillary.foundation.errors import EXIT_FINISHED, EXIT_RUN_ME_AGAIN
+from armillary.foundation.run_folder import EVENTS_FILE
 from armillary.telemetry.events import read_events
 
 _PHASES = ("data", "forward_backward", "optimizer", "checkpoint", "other")
@@ -133,7 +133,7 @@ def read_history(folder: Path) -> History:
         RunError: a line is broken.
         OSError: the file cannot be read.
     """
-    return history_of(folder, read_events(folder / "events.jsonl"))
+    return history_of(folder, read_events(folder / EVENTS_FILE))
 
 
 def history_of(folder: Path, events: Iterable[Mapping[str, Any]]) -> History:
@@ -146,15 +146,7 @@ def history_of(folder: Path, events: Iterable[Mapping[str, Any]]) -> History:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder holds a run: its events."""
-    return (folder / "events.jsonl").is_file()
-
-
-def recipe_table(folder: Path) -> dict[str, Any]:
-    """RUN/recipe.toml as a table; empty where it is absent or broken."""
-    try:
-        return tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return (folder / EVENTS_FILE).is_file()
 
 
 def _is_alive(start: Mapping[str, Any]) -> bool:

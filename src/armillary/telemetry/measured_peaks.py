@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 from filelock import FileLock
 
 from armillary.foundation.files import write_atomically
-from armillary.telemetry.machine.host import available_cores, cpu_model
+from armillary.foundation.machine import available_cores, cache_base
+from armillary.telemetry.machine.host import cpu_model
 
 
 def peaks_file() -> Path:
-    """Where measured peaks are kept: `peaks.json` in ARMILLARY_CACHE or ~/.cache/armillary."""
-    base = os.environ.get("ARMILLARY_CACHE", "")
-    folder = Path(base).expanduser() if base else Path.home() / ".cache" / "armillary"
-    return folder / "peaks.json"
+    """Where measured peaks are kept: `peaks.json` in the base folder of the caches."""
+    return cache_base() / "peaks.json"
 
 
 def machine_key(number_format: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armillary.foundation.run_folder import EVENTS_FILE
 from armillary.telemetry.config import Telemetry
 from armillary.telemetry.events import EventLog
 from armillary.telemetry.sinks.sink import Sink
@@ -35,4 +36,4 @@ def open_event_log(
                 run_folder, telemetry.wandb_project, telemetry.wandb_mode, telemetry.log_every
             )
         )
-    return EventLog(run_folder / "events.jsonl", rank, sinks)
+    return EventLog(run_folder / EVENTS_FILE, rank, sinks)

@@ -26,6 +26,7 @@ class StepProfiler:
         wanted = telemetry.profile_from > 0 and (rank == 0 or telemetry.profile_all_ranks)
         self._first = telemetry.profile_from if wanted else 0
         self._last = self._first + telemetry.profile_steps - 1
+        self._done = 0
         self._snapshot = telemetry.memory_snapshot
         self._folder = run_folder / "profile"
         self._log = log
@@ -62,6 +63,7 @@ class StepProfiler:
         """Ends the step; after the last wanted one the trace is written."""
         if self._profile is None:
             return
+        self._done = step
         self._profile.step()
         if step >= self._last:
             self.close()
@@ -77,11 +79,13 @@ class StepProfiler:
             self._recording_memory = False
 
     def _export(self, finished: profile) -> None:
+        if self._done < self._first:
+            return
         path = self._path("trace", "json.gz")
         finished.export_chrome_trace(str(path))
         self._log.emit(
-            "profile", self._last, path=path, first_step=self._first, last_step=self._last
+            "profile", self._done, path=path, first_step=self._first, last_step=self._done
         )
 
     def _path(self, what: str, ending: str) -> Path:
-        return self._folder / f"{what}-steps-{self._first}-{self._last}-rank{self._rank}.{ending}"
+        return self._folder / f"{what}-steps-{self._first}-{self._done}-rank{self._rank}.{ending}"

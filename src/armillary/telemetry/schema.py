@@ -61,6 +61,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
         "total_steps",
         "peak_flops",
         "checkpoint_every",
+        "data_fingerprint",
+        "corpus_fingerprint",
     ),
     "step": (
         "epoch",
@@ -73,6 +75,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "validation": ("bytes", "seconds"),
     "checkpoint": ("message", "hint"),
     "stop": ("seconds",),
+    "message": ("gzip_each", "gzip_all", "xz_all"),
 }
 """Fields that are documented and may be absent."""
 

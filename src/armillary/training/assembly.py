@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from armillary.data.dataset import PackedDataset, ValidationDataset
+from armillary.checkpoint.ranks import Ranks
+from armillary.data.dataset import PackedDataset, ValidationDataset, training_set
 from armillary.data.store import TokenStore, build
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.progress import Progress
@@ -20,7 +21,6 @@ from armillary.parallel.mesh import Mesh
 from armillary.parallel.parallelize import parallelize
 from armillary.recipe.recipe import Recipe
 from armillary.tasks.task import TaskConfig
-from armillary.training.agreement import on_main_first
 from armillary.training.step_shape import StepShape
 
 
@@ -61,13 +61,13 @@ def scale_of(recipe: Recipe) -> Scale:
     )
 
 
-def open_data(recipe: Recipe, progress: Progress) -> RunData:
+def open_data(recipe: Recipe, progress: Progress, ranks: Ranks) -> RunData:
     """Finds or builds the tokens, once for all ranks.
 
     Raises:
         UserError: the corpus, the tokenizer and the model do not fit together.
     """
-    store = on_main_first(lambda: build(recipe.data, progress))
+    store = ranks.main_first(lambda: build(recipe.data, progress))
     vocabulary = store.tokenizer.vocab_size
     if vocabulary > recipe.model.vocab_size:
         raise UserError(
@@ -81,15 +81,7 @@ def open_data(recipe: Recipe, progress: Progress) -> RunData:
     validation = recipe.validation
     return RunData(
         store=store,
-        training=PackedDataset(
-            store.train,
-            recipe.data.packing,
-            seq_len=recipe.budget.seq_len,
-            seed=recipe.seed,
-            shuffle=recipe.data.shuffle,
-            weights=store.weights if len(store.train) > 1 else None,
-            source=store.fingerprint,
-        ),
+        training=training_set(store, recipe.data, seq_len=recipe.budget.seq_len, seed=recipe.seed),
         validation=_held_out(recipe, store, limit=validation.sequences),
         final_validation=_held_out(
             recipe, store, limit=validation.final_sequences, stride=validation.final_stride

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.foundation.progress import Progress
-from armillary.inference.generate import generate
+from armillary.inference.generate import generate, generation_problems
 from armillary.telemetry.events import EventLog
-from armillary.training.agreement import on_main
+from armillary.training.assembly import Assembly
 from armillary.training.compressors import CompressorBits, measure_compressors
 from armillary.training.session import Session
 from armillary.training.validation import ValidationResult
+
+MOST_COMPRESSED_BYTES = 256 * 10**6
+"""Held-out text beyond this is not given to the compressors: `xz -9e` reads about 2 MB a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +24,7 @@ class Closing:
 
     validation: dict[str, ValidationResult]
     compressors: CompressorBits | None
-    """Of the same held-out documents; None where nothing, or a part only, was scored."""
+    """Of the same held-out documents; None where they were not asked."""
 
 
 def close_run(session: Session, log: EventLog, progress: Progress) -> Closing:
@@ -32,8 +36,11 @@ def close_run(session: Session, log: EventLog, progress: Progress) -> Closing:
     assembly = session.assembly
     results = session.validate(assembly.data.final_validation, prefix="final-")
     compressors = None
-    if results and assembly.recipe.validation.final_sequences == 0:
-        compressors = on_main(lambda: _compressors(session, progress))
+    if results and (reason := _reason_not_to_compress(assembly)):
+        message = f"the compressors were not asked: {reason}"
+        log.emit("message", session.position.step, message=message)
+    elif results:
+        compressors = session.stop.ranks.on_main(lambda: _compressors(assembly, progress))
         log.emit(
             "message",
             session.position.step,
@@ -47,11 +54,19 @@ def close_run(session: Session, log: EventLog, progress: Progress) -> Closing:
     return Closing(validation=results, compressors=compressors)
 
 
-def _compressors(session: Session, progress: Progress) -> CompressorBits:
+def _reason_not_to_compress(assembly: Assembly) -> str:
+    """Empty if the compressors can be asked about what was scored."""
+    if assembly.recipe.validation.final_sequences:
+        return "a part of the held-out text was scored"
+    size = sum(split.n_bytes for split in assembly.data.store.validation)
+    if size > MOST_COMPRESSED_BYTES:
+        return f"{size / 1e6:,.0f} MB of held-out text would take them long"
+    return ""
+
+
+def _compressors(assembly: Assembly, progress: Progress) -> CompressorBits:
     documents = [
-        document
-        for split in session.assembly.data.store.validation
-        for document in split.documents_bytes()
+        document for split in assembly.data.store.validation for document in split.documents_bytes()
     ]
     with progress.task("compressing the held-out text, to compare"):
         return measure_compressors(documents)
@@ -65,10 +80,25 @@ def _write_samples(session: Session, log: EventLog, progress: Progress) -> None:
     bos = tokenizer.bos_id if assembly.recipe.data.bos else None
     start = [] if bos is None else [bos]
     prompts = [start + list(tokenizer.encode(prompt)) for prompt in sampling.prompts]
-    with progress.task("writing", total=sampling.tokens, unit="tokens") as advance:
+    unwritable = generation_problems(
+        prompts,
+        max_seq_len=assembly.model.max_seq_len,
+        max_new_tokens=sampling.tokens,
+        temperature=sampling.temperature,
+        top_k=0,
+        top_p=1.0,
+        seed=assembly.recipe.seed,
+    )
+    for problem in unwritable:  # no failure: the run itself is complete
+        hint = f"armillary generate, with {problem.fix}" if problem.fix else "armillary generate"
+        log.warn(problem.message, where="sampling", hint=hint, step=session.position.step)
+    if unwritable:
+        return
+    total = sampling.tokens * len(prompts)
+    with progress.task("writing", total=total, unit="tokens") as advance:
 
         def on_token(*_: object) -> None:
-            session.check()
+            session.stop.check()
             advance(1)
 
         written = generate(
@@ -103,16 +133,17 @@ def closing_lines(closing: Closing, session: Session, folder: Path) -> list[str]
             f"{name} {result.bits_per_byte:.3f} bits per byte"
             for name, result in closing.validation.items()
         )
+    run = shlex.quote(str(folder))
     return [
         learned,
         f"compare: {compared or 'no text was held out'}",
-        f"next:    armillary generate {folder} --prompt 'def '   |   armillary runs show {folder}",
+        f"next:    armillary generate {run} --prompt 'def '   |   armillary runs show {run}",
     ]
 
 
 def _compared(bits: float, compressors: CompressorBits | None) -> str:
     if compressors is None:
-        return "the compressors were not asked: a part of the held-out text was scored"
+        return "the compressors were not asked"
     yardsticks = {
         "gzip -9 of each file": compressors.gzip_each,
         "gzip -9 of all": compressors.gzip_all,

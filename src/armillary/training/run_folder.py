@@ -1,19 +1,16 @@
-"""Where a run lives on disk, and what is asked of the folder before anything starts."""
+"""What a run keeps in its folder beside events and checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from armillary.data.tokenizer import Tokenizer, save_tokenizer
+from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import write_atomically
+from armillary.foundation.run_folder import RECIPE_FILE, TOKENIZER_FOLDER
 from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.toml import to_toml
-
-RECIPE_FILE = "recipe.toml"
-EVENTS_FILE = "events.jsonl"
-CHECKPOINTS = "checkpoints"
-TOKENIZER_FOLDER = "tokenizer"
 
 
 def default_run_folder(name: str, recipe: Recipe) -> Path:
@@ -21,13 +18,23 @@ def default_run_folder(name: str, recipe: Recipe) -> Path:
     return Path("runs") / f"{Path(name).stem}-{recipe_sha256(recipe)[:8]}"
 
 
-def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Writes RUN/recipe.toml, whole and resolved; repeats of the run start from it."""
-    write_atomically(folder / RECIPE_FILE, to_toml(recipe))
+def describe_run(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Writes what the folder needs to be understood.
 
+    That is recipe.toml, whole and resolved, from which a repeat of the run can start, and the
+    tokenizer, so that the model can be used without the data.
 
-def keep_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Copies the tokenizer into the run folder, so that its model can be used without the data."""
-    target = folder / TOKENIZER_FOLDER
-    target.mkdir(exist_ok=True)
-    save_tokenizer(tokenizer, target)
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    try:
+        write_atomically(folder / RECIPE_FILE, to_toml(recipe))
+        (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
+    except OSError as error:
+        raise UserError(
+            Problem(
+                f"run folder {folder} cannot be written to ({error.strerror})",
+                fix="check its permissions and its disk, or choose another folder with --run DIR",
+            )
+        ) from error

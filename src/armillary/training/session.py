@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from armillary.checkpoint import rng
-from armillary.checkpoint.find import Found
-from armillary.checkpoint.state import gather_state, restore_training
+from armillary.checkpoint.state import gather_state
 from armillary.checkpoint.store import CheckpointStore
 from armillary.data.dataset import ValidationDataset
 from armillary.foundation.errors import Problem, RunError
 from armillary.foundation.progress import Progress
 from armillary.parallel import process
 from armillary.recipe.plain import recipe_sha256
-from armillary.resilience.signals import Stopped, StopRequest
+from armillary.resilience.signals import Stopped
 from armillary.telemetry.events import EventLog
 from armillary.telemetry.memory import peak_memory_bytes
 from armillary.telemetry.profiler import StepProfiler
 from armillary.telemetry.timing import StepTimer
-from armillary.training.agreement import sum_and_any
+from armillary.training.agreed_stop import AgreedStop
 from armillary.training.assembly import Assembly
 from armillary.training.feed import StepInput, feed
+from armillary.training.resume import Beginning
 from armillary.training.speed import Speed
-from armillary.training.state import Position
 from armillary.training.step import StepResult, optimizer_step
 from armillary.training.validation import ValidationResult, validate
 
@@ -39,47 +38,26 @@ class Session:
     def __init__(
         self,
         assembly: Assembly,
+        beginning: Beginning,
         *,
         folder: Path,
         log: EventLog,
         progress: Progress,
         store: CheckpointStore,
-        stop: StopRequest,
-        on_step: Callable[[int], None] = lambda step: None,
+        stop: AgreedStop,
     ) -> None:
         self.assembly = assembly
-        self.position = Position(data_fingerprint=assembly.data.training.fingerprint)
-        self._log, self._progress, self._store, self._stop = log, progress, store, stop
-        self._on_step = on_step
+        self.position = beginning.position
+        self.stop = stop
+        self._beginning = beginning
+        self._log, self._progress, self._store = log, progress, store
         self._speed = Speed.of(assembly)
         self._timer = StepTimer(assembly.mesh.device)
         self._profiler = StepProfiler(assembly.recipe.telemetry, folder, log, process.rank())
-        self._provenance: dict[str, Any] = {"from": "scratch"}
-        self._saved_step: int | None = None
+        self._will_compile = assembly.recipe.compile.enabled
         self._warned_of_peak = False
 
-    def restore(self, found: Found, *, is_own: bool) -> None:
-        """Goes to where a checkpoint stands: weights, optimizers, position, random states.
-
-        Args:
-            is_own: Whether it is of this run, and not of another that this one continues.
-
-        Raises:
-            UserError: the checkpoint is of another model or of other data.
-        """
-        scalars, states = restore_training(
-            self._store, found, self.assembly.model, self.assembly.optimizers.optimizers
-        )
-        self.position = Position.from_scalars(
-            scalars, data_fingerprint=self.position.data_fingerprint, path=str(found.path)
-        )
-        if states is not None:
-            rng.restore(states)
-        origin = found.manifest.get("provenance", self._provenance)
-        self._provenance = origin if is_own else {"from": str(found.path), "origin": origin}
-        self._saved_step = found.step if is_own else None
-
-    def start(self, *, name: str, resumed_from: int | None) -> None:
+    def start(self, *, name: str) -> None:
         """Says what is about to run."""
         recipe, mesh = self.assembly.recipe, self.assembly.mesh
         self._log.emit(
@@ -90,7 +68,7 @@ class Session:
             mesh=mesh.axes,
             parameters=recipe.model.parameter_count(),
             seed=recipe.seed,
-            resumed_from=resumed_from,
+            resumed_from=self._beginning.resumed_from,
             total_steps=self.assembly.total_steps,
             checkpoint_every=recipe.checkpoint.every,
             data_fingerprint=self.position.data_fingerprint,
@@ -106,18 +84,17 @@ class Session:
             RunError: the loss is not finite, or the last checkpoint could not be written.
         """
         steps = self.assembly.total_steps - self.position.step
-        recipe = self.assembly.recipe
         try:
             with feed(self.assembly, cursor=self.position.cursor, steps=steps) as inputs:
+                self._look_if_due()  # a stop may have cut it short
                 self._timer.restart()
                 while self.position.step < self.assembly.total_steps:
                     with self._timer.phase("data"):
                         mine = next(inputs)
-                    self._step(mine, data_wait=inputs.wait_seconds)
-                    step = self.position.step
-                    if _is_due(step, recipe.validation.every) and step < self.assembly.total_steps:
-                        self.validate(self.assembly.data.validation)
-                    if _is_due(step, recipe.checkpoint.every):
+                    with self._said_if_compiling():
+                        self._step(mine)
+                    self._look_if_due()
+                    if _is_due(self.position.step, self.assembly.recipe.checkpoint.every):
                         with self._timer.phase("checkpoint"):
                             self.save()
             self.save()
@@ -129,11 +106,16 @@ class Session:
             self._profiler.close()
         self._store.wait(raise_failure=True)
 
-    def _step(self, mine: StepInput, *, data_wait: float) -> None:
+    def _said_if_compiling(self) -> AbstractContextManager[object]:
+        """Around a step: says why the first one takes so long."""
+        if not self._will_compile:
+            return nullcontext()
+        self._will_compile = False
+        return self._progress.task("compiling")
+
+    def _step(self, mine: StepInput) -> None:
         step = self.position.step + 1
-        weight, stop = sum_and_any(mine.weight, self._stop.requested)
-        if stop:
-            raise Stopped(self._stop.signal_name or "another rank")
+        weight = self.stop.sum(mine.weight)
         if weight == 0:
             first, last = mine.samples
             raise RunError(Problem(f"step {step}, samples [{first}, {last}): no token to learn"))
@@ -150,7 +132,6 @@ class Session:
         self.position.step = step
         self.position.tokens_total += weight
         self.position.cursor = mine.samples[1]
-        self._on_step(step)
         self._report(result, weight, mine.samples)
 
     def _report(self, result: StepResult, weight: int, samples: tuple[int, int]) -> None:
@@ -180,6 +161,15 @@ class Session:
             **fields,
         )
 
+    def _look_if_due(self) -> None:
+        """Looks at held-out text at this step, unless that was done; the last step has its own."""
+        position, every = self.position, self.assembly.recipe.validation.every
+        if position.step in (position.looked_at, self.assembly.total_steps):
+            return
+        if _is_due(position.step, every):
+            self.validate(self.assembly.data.validation)
+            position.looked_at = position.step
+
     def validate(
         self, datasets: dict[str, ValidationDataset], prefix: str = ""
     ) -> dict[str, ValidationResult]:
@@ -198,7 +188,7 @@ class Session:
                 mesh=self.assembly.mesh,
                 rows_at_once=self.assembly.shape.microbatch,
                 progress=self._progress,
-                check=self.check,
+                check=self.stop.check,
             )
             self._log.emit(
                 "validation",
@@ -213,20 +203,11 @@ class Session:
         self._timer.restart()
         return results
 
-    def check(self) -> None:
-        """A point where a long phase can end; all ranks decide together.
-
-        Raises:
-            Stopped: some rank was asked to stop.
-        """
-        if process.any_rank(self._stop.requested):
-            raise Stopped(self._stop.signal_name or "another rank")
-
     def save(self) -> None:
-        """Begins a checkpoint of this moment, unless there is one."""
-        if self._saved_step == self.position.step:
+        """Begins a checkpoint of this moment, unless a whole one is there."""
+        self._store.wait()  # only now is it known whether the one before became whole
+        if self.position.step in (self._beginning.saved_step, self._store.durable_step):
             return
-        self._saved_step = self.position.step
         optimizers = self.assembly.optimizers.optimizers
         self._store.save(
             self.position.step,
@@ -235,7 +216,7 @@ class Session:
             rng=rng.capture(),
             manifest={
                 "recipe_sha256": recipe_sha256(self.assembly.recipe),
-                "provenance": self._provenance,
+                "provenance": self._beginning.provenance,
                 "mesh": self.assembly.mesh.axes,
                 "data_fingerprint": self.position.data_fingerprint,
                 "corpus_fingerprint": self.assembly.data.store.corpus_fingerprint,

@@ -18,6 +18,8 @@ class Position:
     """Valid tokens trained on."""
     cursor: int = 0
     """Global position of the next training sample."""
+    looked_at: int = 0
+    """Step of the newest look at held-out text; one that a stop cut short does not count."""
     data_fingerprint: str = ""
     """SHA-256 over what the cursor counts; a cursor means nothing for other data."""
 

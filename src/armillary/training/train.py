@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from armillary.checkpoint.find import Found
+from armillary.checkpoint.manifest import step_folders
+from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import EXIT_FAILED, EXIT_FINISHED, ArmillaryError, UserError
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER
+from armillary.foundation.tell import seen_by_every_rank
 from armillary.kernels.host_memory import tune_host_allocator
 from armillary.parallel import process
 from armillary.parallel.mesh import Mesh
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
-from armillary.resilience.claim import RunClaim, check_space, claim_run
+from armillary.resilience.claim import check_space, claim_run
 from armillary.resilience.signals import Stopped, StopRequest
 from armillary.telemetry.console import open_console
 from armillary.telemetry.console.choose import RunConsole
 from armillary.telemetry.events import EventLog
 from armillary.telemetry.open import open_event_log
-from armillary.training.agreement import on_main
-from armillary.training.assembly import RunData, assemble, open_data
+from armillary.training import resume as resuming
+from armillary.training.agreed_stop import AgreedStop
+from armillary.training.assembly import Assembly, assemble, open_data
 from armillary.training.closing import close_run, closing_lines
 from armillary.training.interruptible import Interruptible
-from armillary.training.run_folder import CHECKPOINTS, keep_tokenizer, write_recipe
+from armillary.training.resume import Beginning
+from armillary.training.run_folder import describe_run
 from armillary.training.session import Session
 
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: a float32 weight and the optimizer's two float32 moments."""
 
 
-def train(recipe: Recipe, *, name: str, folder: Path, resume: str = "auto") -> int:
+def train(
+    recipe: Recipe,
+    *,
+    name: str,
+    folder: Path,
+    resume: str = "auto",
+    stop: StopRequest | None = None,
+) -> int:
     """Trains a recipe in a run folder, from where the folder stands; returns the exit code.
 
     Called once in every process of the run. What concerns people is shown by rank 0.
@@ -41,30 +56,35 @@ def train(recipe: Recipe, *, name: str, folder: Path, resume: str = "auto") -> i
         name: What the recipe is called, for people.
         folder: The run folder; made if it is not there.
         resume: `auto`, `never`, a step, or the path of a checkpoint or run.
+        stop: Entered earlier, so that signals during the start are heard; else one is entered here.
 
     Raises:
-        UserError: the recipe, the folder or the checkpoint do not fit; nothing was started.
+        UserError: the recipe, the folder or the checkpoint do not fit; nothing was started, and the
+            log of an earlier run in the folder is as it was.
+        Stopped: a stop was asked for before anything was started.
         RunError: the run failed.
     """
-    if found := problems(recipe, process.world_size()):
-        raise UserError(found)
+    with seen_by_every_rank():
+        if found := problems(recipe, process.world_size()):
+            raise UserError(found)
     tune_host_allocator()
     device = process.choose_device(recipe.parallel.device)
-    if found := recipe.model.device_problems(device.type):
-        raise UserError(found)
-    joined = process.init_process_group(device)
-    try:
-        with StopRequest() as stop, ExitStack() as stack:
-            claims: list[RunClaim] = []
-            on_main(lambda: claims.append(claim_run(folder)))
-            for claim in claims:  # rank 0 holds the folder for all
-                stack.enter_context(claim)
-            mesh = Mesh.create(recipe.parallel, device)
-            run = _Run(recipe, name=name, folder=folder, resume=resume, mesh=mesh, stop=stop)
-            return run.run()
-    finally:
-        if joined:
-            process.destroy()
+    with seen_by_every_rank():
+        if found := recipe.model.device_problems(device.type):
+            raise UserError(found)
+    with ExitStack() as stack:
+        stop = stop or stack.enter_context(StopRequest())
+        if process.init_process_group(device):
+            stack.callback(process.destroy)
+        ranks = stack.enter_context(closing(Ranks()))
+
+        def claim() -> None:  # rank 0 holds the folder for all
+            stack.enter_context(claim_run(folder))
+
+        ranks.on_main(claim)
+        mesh = Mesh.create(recipe.parallel, device)
+        agreed = AgreedStop(stop, ranks)
+        return _Run(recipe, name=name, folder=folder, resume=resume, mesh=mesh, stop=agreed).run()
 
 
 class _Run:
@@ -78,112 +98,175 @@ class _Run:
         folder: Path,
         resume: str,
         mesh: Mesh,
-        stop: StopRequest,
+        stop: AgreedStop,
     ) -> None:
         self._recipe, self._name, self._folder, self._resume = recipe, name, folder, resume
-        self._mesh, self._stop = mesh, stop
-        self._step = 0
+        self._mesh, self._stop, self._ranks = mesh, stop, stop.ranks
+        self._checkpoints = folder / CHECKPOINTS_FOLDER
+        self._session: Session | None = None
+        self._log: EventLog | None = None
+        self._untold: list[tuple[str, dict[str, Any]]] = []
         self._began = time.monotonic()
 
     def run(self) -> int:
         """Everything from reading the data to the last event; returns the exit code."""
-        telemetry, rank = self._recipe.telemetry, process.rank()
-        console = open_console(telemetry.console, rank=rank, log_every=telemetry.log_every)
-        with closing(console):
+        telemetry, checkpoint = self._recipe.telemetry, self._recipe.checkpoint
+        console = open_console(
+            telemetry.console, rank=process.rank(), log_every=telemetry.log_every
+        )
+        store = CheckpointStore(
+            self._checkpoints, checkpoint.keep_last, checkpoint.asynchronous, self._tell
+        )
+        with closing(console), store:
             try:
-                data = open_data(self._recipe, Interruptible(console, self._stop.check))
-                on_main(self._require_room)
-            except Stopped as stopped:
-                return self._say_stopped(stopped)
-            with open_event_log(telemetry, self._folder, rank, console) as log:
+                with seen_by_every_rank():
+                    assembly, beginning = self._prepare(store, console)
+            except (UserError, Stopped):
+                raise
+            except BaseException as error:
+                with self._logging(console):
+                    self._fail(error)
+                raise
+            with self._logging(console) as log:
                 try:
-                    ending = self._inside(log, console, data)
+                    with store:  # what it has to tell comes before the end
+                        session = Session(
+                            assembly,
+                            beginning,
+                            folder=self._folder,
+                            log=log,
+                            progress=console,
+                            store=store,
+                            stop=self._stop,
+                        )
+                        ending = self._train(session, log, console)
                 except Stopped as stopped:
-                    self._end(log, str(stopped), stopped.exit_code)
+                    self._end(str(stopped), stopped.exit_code)
                     return stopped.exit_code
                 except BaseException as error:
-                    self._fail(log, error)
+                    self._fail(error)
                     raise
-                self._end(log, "finished", EXIT_FINISHED)
+                self._end("finished", EXIT_FINISHED)
         if self._mesh.is_main:
             print(*ending, sep="\n", file=sys.stderr)
         return EXIT_FINISHED
 
-    def _require_room(self) -> None:
-        copies = self._recipe.checkpoint.keep_last + 1  # one is being written
+    def _train(self, session: Session, log: EventLog, console: RunConsole) -> list[str]:
+        """To the end of the budget; returns what to say in closing."""
+        self._session = session
+        session.start(name=self._name)
+        session.run()
+        ending = close_run(session, log, console)
+        self._ranks.on_main(lambda: resuming.forget_followed(self._folder))
+        return closing_lines(ending, session, self._folder)
+
+    def _prepare(self, store: CheckpointStore, console: RunConsole) -> tuple[Assembly, Beginning]:
+        """All that can be refused, and then the folder as it is when training begins."""
+        recipe = self._recipe
+        progress = Interruptible(console, self._stop.request.check)
+        followed = self._ranks.on_main(
+            lambda: resuming.followed_before(self._folder, self._resume, recipe)
+        )
+        goes_on = self._resume == "auto" or followed is not None
+        self._ranks.on_main(lambda: self._require_room(goes_on=goes_on))
+        data = open_data(recipe, progress, self._ranks)
+        store.clean()
+        found = self._find(store, followed, progress)
+        if found is not None:
+            resuming.require_budget(found, recipe)
+        self._stop.check()
+        with console.task("building the model"):
+            assembly = assemble(recipe, self._mesh, data)
+        self._stop.check()
+        beginning = resuming.begin_anew(assembly)
+        if found is not None:
+            with console.task(f"loading step {found.step}"):
+                beginning = resuming.restore(assembly, store, found)
+            self._stop.check()
+        self._settle(assembly, store, found)
+        return assembly, beginning
+
+    def _require_room(self, *, goes_on: bool) -> None:
+        keep = self._recipe.checkpoint.keep_last
+        there = len(step_folders(self._checkpoints)) if goes_on else 0
+        copies = keep + 1 - min(there, keep)  # one is written before the oldest goes
         check_space(
             self._folder, BYTES_PER_PARAMETER * self._recipe.model.parameter_count() * copies
         )
 
-    def _describe(self, data: RunData) -> None:
-        """Writes what the folder needs to be understood, once nothing can be refused any more."""
-        write_recipe(self._folder, self._recipe)
-        keep_tokenizer(self._folder, data.store.tokenizer)
+    def _find(
+        self, store: CheckpointStore, followed: int | None, progress: Interruptible
+    ) -> Found | None:
+        """The checkpoint to begin at; see `resuming.followed_before`."""
+        if followed is not None:
+            try:
+                found = store.find("auto", progress)
+            except UserError:  # what was saved since is damaged, so the request is followed again
+                found = None
+            if found is not None and found.step > followed:
+                note = f"--resume {self._resume} was followed before, so the run goes on from there"
+                redo = f"remove {self._folder / resuming.RESUMED_FILE} to go back once more"
+                self._tell("message", {"step": found.step, "message": f"{note}; {redo}"})
+                self._resume = "auto"
+                return found
+        return store.find(self._resume, progress)
 
-    def _inside(self, log: EventLog, console: RunConsole, data: RunData) -> list[str]:
-        """Trains to the end of the budget; returns what to say in closing."""
-        checkpoint = self._recipe.checkpoint
-
-        def on_event(kind: str, fields: dict[str, object]) -> None:
-            step = fields.pop("step", self._step)
-            assert isinstance(step, int)
-            log.emit(kind, step, **fields)
-
-        folder = self._folder / CHECKPOINTS
-        with CheckpointStore(
-            folder, checkpoint.keep_last, checkpoint.asynchronous, on_event
-        ) as store:
-            store.clean()
-            found = store.find(self._resume, console)
-            session = Session(
-                assemble(self._recipe, self._mesh, data),
-                folder=self._folder,
-                log=log,
-                progress=console,
-                store=store,
-                stop=self._stop,
-                on_step=self._advance,
-            )
-            self._restore(session, store, found, log)
-            on_main(lambda: self._describe(data))
-            session.start(name=self._name, resumed_from=found.step if found else None)
-            session.run()
-            ending = close_run(session, log, console)
-        return closing_lines(ending, session, self._folder)
-
-    def _advance(self, step: int) -> None:
-        self._step = step
-
-    def _restore(
-        self, session: Session, store: CheckpointStore, found: Found | None, log: EventLog
-    ) -> None:
-        """Goes to the checkpoint, if there is one, and says which and why."""
+    def _settle(self, assembly: Assembly, store: CheckpointStore, found: Found | None) -> None:
+        """Says where the run begins and makes the folder its own; nothing is refused any more."""
+        step = found.step if found else 0
         if found is not None:
-            own = found.path.resolve().parent == store.folder.resolve()
-            session.restore(found, is_own=own)
-            self._advance(found.step)
-            log.emit("message", found.step, message=found.reasons[-1])
+            if warning := resuming.recipe_warning(found, self._recipe):
+                hint = "the run goes on with the values of this command"
+                fields = {"step": step, "message": warning, "where": "resume", "hint": hint}
+                self._tell("warning", fields)
+            self._tell("message", {"step": step, "message": found.reasons[-1]})
+        tokenizer = assembly.data.store.tokenizer
+        self._ranks.on_main(lambda: describe_run(self._folder, self._recipe, tokenizer))
         if self._resume == "auto":
             return
         # A deliberate choice of another past: what came after it must not be resumed by mistake.
-        for path in store.set_aside_after(found.step if found else -1):
-            log.emit("message", self._step, message=f"an older run's checkpoint is now {path}")
+        after = found.step if found and resuming.is_own(found, self._checkpoints) else -1
+        for path in store.set_aside_after(after):
+            message = f"an older run's checkpoint is now {path}"
+            self._tell("message", {"step": step, "message": message})
+        self._ranks.on_main(
+            lambda: resuming.remember_followed(self._folder, self._resume, self._recipe, after)
+        )
 
-    def _end(self, log: EventLog, reason: str, exit_code: int) -> None:
+    @contextmanager
+    def _logging(self, console: RunConsole) -> Iterator[EventLog]:
+        """Opens the log, and first tells it what happened before.
+
+        Not sooner: a command that is refused leaves no trace in the log of a finished run.
+        """
+        telemetry = self._recipe.telemetry
+        with open_event_log(telemetry, self._folder, process.rank(), console) as log:
+            self._log = log
+            for kind, fields in self._untold:
+                self._tell(kind, fields)
+            yield log
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Takes an event, also from the thread that writes checkpoints."""
+        if self._log is None:
+            self._untold.append((kind, fields))
+        else:
+            self._log.emit(kind, **fields)
+
+    def _end(self, reason: str, exit_code: int) -> None:
         seconds = time.monotonic() - self._began
-        log.emit("stop", self._step, reason=reason, exit_code=exit_code, seconds=seconds)
+        step = self._session.position.step if self._session else 0
+        fields = {"step": step, "reason": reason, "exit_code": exit_code, "seconds": seconds}
+        self._tell("stop", fields)
 
-    def _say_stopped(self, stopped: Stopped) -> int:
-        if self._mesh.is_main:
-            print(stopped, file=sys.stderr)
-        return stopped.exit_code
-
-    def _fail(self, log: EventLog, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Leaves the reason in the log; the command line shows it to people."""
         if isinstance(error, ArmillaryError):
             message, hint = error.problems[0].message, error.problems[0].fix or ""
             code = error.exit_code
         else:
             message, hint, code = f"{type(error).__name__}: {error}", "", EXIT_FAILED
-        log.emit("error", self._step, message=message, where="training", hint=hint)
-        self._end(log, "failed", code)
+        step = self._session.position.step if self._session else 0
+        fields = {"step": step, "message": message, "where": "training", "hint": hint}
+        self._tell("error", fields)
+        self._end("failed", code)

@@ -44,7 +44,7 @@ def validate(
     Sums are added in float64, so that the split over ranks does not show.
 
     Args:
-        check: Called between turns; may raise to leave early (one process only).
+        check: Called between turns; may raise to leave early, then on all ranks alike.
     """
     turn = rows_at_once * mesh.data_size
     offsets = [mesh.data_rank * rows_at_once + row for row in range(rows_at_once)]

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         key = apply_rope(key.transpose(1, 2), *rope)  # [B, K, S, P]
         value = self._heads(value).transpose(1, 2)
         if cache is None:
-            backend = backend_for(self.backend, x.device.type)
+            backend = backend_for(self.backend, x.device.type, self.head_dim)
         else:
             key, value = cache.append(key, value)
             backend = BACKENDS["sdpa"]

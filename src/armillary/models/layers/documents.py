@@ -49,11 +49,6 @@ class Documents:
         )
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(max(row) for row in self.lengths)
-
-    @property
     def one_per_row(self) -> bool:
         """Whether every row is a single document, so that plain causal attention is right."""
         return all(len(row) == 1 for row in self.lengths)
@@ -68,6 +63,13 @@ class Documents:
         """The same documents with their tensors on `device`."""
         return Documents(
             self.lengths,
-            self.positions.to(device, non_blocking=True),
-            self.starts.to(device, non_blocking=True),
+            copied_to(self.positions, device),
+            copied_to(self.starts, device),
         )
+
+
+def copied_to(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on another device. A GPU copies from pinned memory, and nobody waits for it."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

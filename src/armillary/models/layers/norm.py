@@ -12,6 +12,7 @@ from armillary.models.layers.initializer import ONES, Initializer
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last dim: fp32 inside, the dtype of x outside.
 
+    The gain is rounded to the dtype of x, like every weight of a block, wherever it is kept.
     (Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4)
     """
 
@@ -26,4 +27,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., width]` -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)

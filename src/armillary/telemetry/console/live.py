@@ -42,7 +42,7 @@ class LiveConsole:
         self._open()
         line = event_line(event, self._state) if event["kind"] not in _SHOWN_IN_PANEL else None
         if line is not None:
-            style = "yellow" if event["kind"] in ("warning", "error") else "dim"
+            style = "yellow" if event["kind"] == "warning" else "dim"
             self._console.print(Text(printable(line), style=style), soft_wrap=True)
         if event["kind"] == "stop":
             self.close()

@@ -66,9 +66,8 @@ def run_panel(state: RunState, width: int, *, box: Box = ROUNDED) -> Panel:
     below.add_column(width=inside, no_wrap=True, overflow="ellipsis")
     if state.total_steps and state.values:
         below.add_row(ProgressBar(total=state.total_steps, completed=state.step, width=inside))
-    if state.message:
-        style = "yellow" if state.message.startswith(("warning", "error")) else "dim"
-        below.add_row(Text(printable(state.message), style=style))
+    if state.warning:
+        below.add_row(Text(printable(f"warning: {state.warning}"), style="yellow"))
     title = Text(f"armillary {state.recipe}".rstrip())
     return Panel(
         Group(grid, below) if below.row_count else grid,
@@ -95,8 +94,6 @@ def _rows(state: RunState, width: int, *, unicode: bool) -> list[tuple[str, Text
     validation = f"{number(state.bits_per_byte, '.4f')} bits/byte"
     if state.bits_per_byte is None:
         validation = "none yet"
-    checkpoint = state.next_checkpoint()
-    following = "n/a" if checkpoint is None else f"step {checkpoint:,}"
     return [
         ("loss", Text.assemble((loss, "bold"), "  ", (curve, "cyan"))),
         ("held out", Text(validation)),
@@ -110,8 +107,17 @@ def _rows(state: RunState, width: int, *, unicode: bool) -> list[tuple[str, Text
                 f"data wait {percent(state.data_share())}"
             ),
         ),
-        ("left", Text(f"{duration(state.seconds_left())}   next checkpoint {following}")),
+        _end(state),
     ]
+
+
+def _end(state: RunState) -> tuple[str, Text]:
+    """What is left of the run, or how it ended."""
+    if state.stopped:
+        return "ended", Text(printable(state.stopped))
+    checkpoint = state.next_checkpoint()
+    following = "n/a" if checkpoint is None else f"step {checkpoint:,}"
+    return "left", Text(f"{duration(state.seconds_left())}   next checkpoint {following}")
 
 
 def _subtitle(state: RunState) -> str:

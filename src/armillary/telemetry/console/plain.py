@@ -58,9 +58,9 @@ def _checkpoint_line(event: Mapping[str, Any], state: RunState) -> str | None:
     return f"checkpoint of step {event['step']} {event['state']}{size}{took}"
 
 
-def _trouble_line(event: Mapping[str, Any], state: RunState) -> str:
+def _warning_line(event: Mapping[str, Any], state: RunState) -> str:
     hint = f" ({event['hint']})" if event["hint"] else ""
-    return f"{event['kind']}: {event['message']}{hint}"
+    return f"warning: {event['message']}{hint}"
 
 
 def _start_line(event: Mapping[str, Any], state: RunState) -> str:
@@ -73,13 +73,13 @@ def _start_line(event: Mapping[str, Any], state: RunState) -> str:
     return ", ".join(parts)
 
 
+# No `error`: the command that fails tells why, with a console or without.
 _FORMS: dict[str, Callable[[Mapping[str, Any], RunState], str | None]] = {
     "start": _start_line,
     "step": lambda event, state: step_line(state),
     "validation": _validation_line,
     "checkpoint": _checkpoint_line,
-    "warning": _trouble_line,
-    "error": _trouble_line,
+    "warning": _warning_line,
     "message": lambda event, state: str(event["message"]),
     "sample": lambda event, state: f"sample: {event['prompt']}{event['text']}",
     "profile": lambda event, state: (

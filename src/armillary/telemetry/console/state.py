@@ -30,9 +30,8 @@ class RunState:
     stride: int = 1
     """Steps per point of the curve."""
     bits_per_byte: float | None = None
-    validation_loss: float | None = None
-    last_checkpoint: str = ""
-    message: str = ""
+    warning: str = ""
+    """The latest; it would scroll away."""
     started: float | None = None
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """(step, time) of recent steps, for the time left."""
@@ -46,13 +45,9 @@ class RunState:
         elif kind == "step":
             self._take_step(event)
         elif kind == "validation":
-            self.bits_per_byte, self.validation_loss = event["bits_per_byte"], event["loss"]
-        elif kind == "checkpoint":
-            self.last_checkpoint = f"step {event['step']} {event['state']}"
-        elif kind in ("warning", "error"):
-            self.message = f"{kind}: {event['message']}"
-        elif kind == "message":
-            self.message = event["message"]
+            self.bits_per_byte = event["bits_per_byte"]
+        elif kind == "warning":
+            self.warning = event["message"]
         elif kind == "stop":
             self.stopped = event["reason"]
 

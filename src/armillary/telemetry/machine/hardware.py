@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from armillary.foundation.machine import available_cores
 from armillary.telemetry.format import byte_count, flop_rate
 from armillary.telemetry.machine.finding import Finding, finding
-from armillary.telemetry.machine.host import available_cores, memory_bytes
+from armillary.telemetry.machine.host import memory_bytes
 from armillary.telemetry.machine.measure import (
     disk_write_rate,
     matrix_product_flops,

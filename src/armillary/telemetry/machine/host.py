@@ -1,19 +1,11 @@
-"""Facts about this host that need no torch: CPU, cores, memory."""
+"""Facts about this host that need no torch: CPU, memory."""
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import sys
 from pathlib import Path
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_model() -> str:

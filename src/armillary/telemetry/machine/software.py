@@ -10,10 +10,11 @@ import shutil
 
 import torch
 
+from armillary.foundation.machine import available_cores
 from armillary.telemetry.devices import device_peak_flops
 from armillary.telemetry.format import byte_count, flop_rate
 from armillary.telemetry.machine.finding import Finding, finding
-from armillary.telemetry.machine.host import available_cores, cpu_flags, cpu_model
+from armillary.telemetry.machine.host import cpu_flags, cpu_model
 
 _OLDEST, _TOO_NEW = (2, 11), (2, 14)
 _EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "parquet": "pyarrow", "hub": "datasets"}

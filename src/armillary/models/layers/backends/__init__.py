@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from armillary.foundation.errors import Problem
-from armillary.models.layers.backends.base import AttentionBackend, Visible
+from armillary.models.layers.backends.base import AttentionBackend, Conditions, Visible
 from armillary.models.layers.backends.blocked import Blocked
 from armillary.models.layers.backends.flex import Flex
 from armillary.models.layers.backends.sdpa import Sdpa
@@ -16,19 +16,28 @@ BACKENDS: dict[str, AttentionBackend] = {
     "varlen": Varlen(),
 }
 
-__all__ = ["BACKENDS", "AttentionBackend", "Visible", "attention_problems", "backend_for"]
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "Conditions",
+    "Visible",
+    "attention_problems",
+    "backend_for",
+]
 
 
-def backend_for(name: str, device_type: str) -> AttentionBackend:
-    """The backend called `name`; "auto" is the fastest exact one on the device."""
+def backend_for(name: str, device_type: str, head_width: int) -> AttentionBackend:
+    """The backend called `name`; "auto" is the fastest exact one that runs on the device."""
     if name != "auto":
         return BACKENDS[name]
     if device_type == "cpu":
         return BACKENDS["blocked"]
-    flex_runs = device_type == "cuda" and not BACKENDS["flex"].problems(device_type, training=True)
+    conditions = Conditions(device_type=device_type, head_width=head_width)
+    flex_runs = device_type == "cuda" and not BACKENDS["flex"].problems(conditions)
     return BACKENDS["flex" if flex_runs else "sdpa"]
 
 
-def attention_problems(name: str, device_type: str, *, training: bool) -> list[Problem]:
-    """Why the backend called `name` ("auto" included) cannot be used there; empty if it can."""
-    return backend_for(name, device_type).problems(device_type, training=training)
+def attention_problems(name: str, conditions: Conditions) -> list[Problem]:
+    """Why the backend called `name` ("auto" included) cannot be used so; empty if it can."""
+    backend = backend_for(name, conditions.device_type, conditions.head_width)
+    return backend.problems(conditions)

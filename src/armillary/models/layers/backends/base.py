@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
@@ -16,6 +17,20 @@ Visible: TypeAlias = "Tensor | BlockMask | None"
 """Which keys each query sees, in the form its backend reads; the same object for every block."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """Under what attention is to be computed; all of it is known before a tensor exists."""
+
+    device_type: str
+    """cpu, cuda, ..."""
+    compute_dtype: str = "bfloat16"
+    """Name of the dtype of queries, keys and values."""
+    head_width: int
+    """P."""
+    training: bool = True
+    """Whether gradients are wanted."""
+
+
 class AttentionBackend(Protocol):
     """Causal attention that stays inside documents; every backend computes the same numbers.
 
@@ -23,8 +38,8 @@ class AttentionBackend(Protocol):
     `attend` reads; its result has a type and shape that do not depend on how rows are cut.
     """
 
-    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
-        """Why this backend cannot run on such a device; empty if it can."""
+    def problems(self, conditions: Conditions) -> list[Problem]:
+        """Why this backend cannot run so; empty if it can."""
 
     def prepare(self, documents: Documents | None, tokens: Tensor) -> Visible:
         """What queries at tokens `[B, S]` see; None: each row is one document."""

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from armillary.foundation.errors import Problem
 from armillary.kernels import blocked_attention
-from armillary.models.layers.backends.base import Visible
+from armillary.models.layers.backends.base import Conditions, Visible
 from armillary.models.layers.documents import Documents
 
 
 class Blocked:
     """Our own kernel; `visible` is the documents' `starts`. Runs everywhere."""
 
-    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
+    def problems(self, conditions: Conditions) -> list[Problem]:
         """See `AttentionBackend.problems`."""
         return []
 

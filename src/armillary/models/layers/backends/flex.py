@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from armillary.foundation.errors import Problem, UserError
-from armillary.models.layers.backends.base import Visible
+from armillary.models.layers.backends.base import Conditions, Visible
 from armillary.models.layers.documents import Documents
 
 if TYPE_CHECKING:
@@ -22,13 +22,21 @@ if TYPE_CHECKING:
 class Flex:
     """`visible` is a BlockMask. On CPU it runs without gradients only (a limit of torch)."""
 
-    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
+    def problems(self, conditions: Conditions) -> list[Problem]:
         """See `AttentionBackend.problems`."""
-        if device_type == "cpu" and training:
+        if conditions.device_type == "cpu" and conditions.training:
             return [_NO_GRADIENTS_ON_CPU]
-        if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        if conditions.device_type != "cuda":
+            return []
+        if importlib.util.find_spec("triton") is None:
             message = "model.attention = flex needs triton on cuda, which is not installed"
             return [Problem(message, "auto, sdpa, varlen", "--model.attention auto")]
+        if conditions.head_width < _LEAST_HEAD_WIDTH:
+            message = (
+                f"model.attention = flex needs heads of {_LEAST_HEAD_WIDTH} or wider on cuda, and "
+                f"they are {conditions.head_width} wide"
+            )
+            return [Problem(message, "auto, blocked, sdpa", "--model.attention auto")]
         return []
 
     def prepare(self, documents: Documents | None, tokens: Tensor) -> Visible:
@@ -55,6 +63,8 @@ class Flex:
         return out
 
 
+_LEAST_HEAD_WIDTH = 16
+"""Narrower ones are refused (torch/_inductor/kernel/flex/flex_attention.py)."""
 _NO_GRADIENTS_ON_CPU = Problem(
     "model.attention = flex cannot train on cpu: torch's FlexAttention has no backward pass there",
     "auto, blocked, sdpa",

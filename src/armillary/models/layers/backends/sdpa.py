@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.foundation.errors import Problem
-from armillary.models.layers.backends.base import Visible
+from armillary.models.layers.backends.base import Conditions, Visible
 from armillary.models.layers.documents import Documents
 
 
@@ -19,7 +19,7 @@ class Sdpa:
     The mask holds S² entries a row, and blocks are compiled at most twice: with and without it.
     """
 
-    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
+    def problems(self, conditions: Conditions) -> list[Problem]:
         """See `AttentionBackend.problems`."""
         return []
 

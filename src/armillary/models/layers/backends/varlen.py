@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from armillary.foundation.errors import Problem, UserError
-from armillary.models.layers.backends.base import Visible
+from armillary.models.layers.backends.base import Conditions, Visible
 from armillary.models.layers.documents import Documents
 
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -21,9 +20,9 @@ _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class Varlen:
     """`visible` is the documents' cumulative lengths, padded to a power of two. CUDA, 16 bit."""
 
-    def problems(self, device_type: str, *, training: bool) -> list[Problem]:
+    def problems(self, conditions: Conditions) -> list[Problem]:
         """See `AttentionBackend.problems`."""
-        return [] if device_type == "cuda" else [_cannot(f"there is no kernel for {device_type}")]
+        return _limits(conditions.device_type, conditions.compute_dtype)
 
     def prepare(self, documents: Documents | None, tokens: Tensor) -> Visible:
         """See `AttentionBackend.prepare`; documents of no tokens fill up to the power of two."""
@@ -36,7 +35,8 @@ class Varlen:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
         """See `AttentionBackend.attend`."""
-        _require_kernel(query)
+        if problems := _limits(query.device.type, str(query.dtype).removeprefix("torch.")):
+            raise UserError(problems)
         options: dict[str, Any] = {"window_size": (-1, 0)}  # all before, none after: causal
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and _GROUPS:
@@ -50,11 +50,12 @@ class Varlen:
         return cast("Tensor", out).view(batch, length, heads, width).transpose(1, 2)
 
 
-def _require_kernel(query: Tensor) -> None:
-    if query.device.type != "cuda":
-        raise UserError(_cannot(f"there is no kernel for {query.device.type}"))
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        raise UserError(_cannot(f"its kernel computes in 16 bit, not in {query.dtype}"))
+def _limits(device_type: str, dtype: str) -> list[Problem]:
+    if device_type != "cuda":
+        return [_cannot(f"there is no kernel for {device_type}")]
+    if dtype not in ("bfloat16", "float16"):
+        return [_cannot(f"its kernel computes in 16 bit, not in {dtype}")]
+    return []
 
 
 def _cannot(why: str) -> Problem:
