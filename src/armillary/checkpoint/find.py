@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from armillary.checkpoint.manifest import (
-    CHECKPOINTS_NAME,
     MANIFEST_NAME,
     Unverified,
     step_folders,
@@ -17,6 +16,7 @@ from armillary.checkpoint.manifest import (
 )
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.progress import Progress
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ def _by_path(path: Path, progress: Progress | None, words: Words) -> Found:
         raise UserError(Problem(f"{asked} {what}", allowed))
     if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
         return _verified(path, asked, progress, words)
-    inner = path / CHECKPOINTS_NAME if (path / CHECKPOINTS_NAME).is_dir() else path
+    inner = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
     found = _newest(inner, progress, words)
     if found is None:
         raise UserError(
             Problem(
                 f"{asked}: no checkpoint in {inner}",
                 f"a folder with {MANIFEST_NAME}, or a run folder with"
-                f" {CHECKPOINTS_NAME}/{step_name(20)} or the like",
+                f" {CHECKPOINTS_FOLDER}/{step_name(20)} or the like",
             )
         )
     return found

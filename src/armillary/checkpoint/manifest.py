@@ -27,7 +27,6 @@ from armillary.foundation.progress import NoProgress, Progress
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
-CHECKPOINTS_NAME = "checkpoints"
 
 _STEP_NAME = re.compile(r"step-(\d{8})")
 _OWN_FIELDS = ("format", "step", "files", "sha256")

@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 
+def seed_all(seed: int, rank: int) -> None:
+    """Starts the random states of this process where every fresh run of a recipe starts them."""
+    mixed = np.random.SeedSequence([seed, rank]).generate_state(2)
+    random.seed(int(mixed[0]))
+    np.random.seed(int(mixed[1]))
+    torch.manual_seed(int(mixed[0]))
+
+
 def capture() -> bytes:
     """The random states of this process, now."""
     version, words, gauss = random.getstate()

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from armillary.checkpoint.find import Found
     from armillary.checkpoint.store import CheckpointStore
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 State = dict[str, dict[str, Tensor]]
 
 
@@ -147,12 +145,8 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     # keep_vars: the parameters themselves, to be recognised in the optimizers. state_dict rather
     # than named_parameters: data sharding's hooks see to it that these are the sharded ones.
-    for wrapped, tensor in model.state_dict(keep_vars=True).items():
-        name = wrapped
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+    for name, tensor in model.state_dict(keep_vars=True).items():
         assert isinstance(tensor, Tensor), f"{name}: extra state is not supported"
-        assert name not in named, f"two parameters are called {name}"
         if id(tensor) not in seen:
             seen.add(id(tensor))
             named[name] = tensor

@@ -59,10 +59,11 @@ def choose_device(kind: str = "auto") -> torch.device:
         )
     if kind != "cuda":
         return torch.device(kind)
-    if local_rank() >= torch.cuda.device_count():
+    if local_world_size() > torch.cuda.device_count():  # the same answer on each rank here
         raise UserError(
             Problem(
-                f"rank {rank()} has no GPU: this machine has {torch.cuda.device_count()}",
+                f"{local_world_size()} ranks here, but this machine has"
+                f" {torch.cuda.device_count()} GPU(s)",
                 allowed="one rank per GPU",
                 fix=f"--nproc {torch.cuda.device_count()}",
             )

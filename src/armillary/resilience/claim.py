@@ -16,12 +16,13 @@ from filelock import FileLock, Timeout
 
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import write_atomically
+from armillary.foundation.run_folder import EVENTS_FILE, RECIPE_FILE
 
 LOCK_NAME = ".lock"
 HOLDER_NAME = ".lock-holder.json"
 
 # What shows that a folder is a run's: both are written before its first step.
-_RUN_FILES = ("recipe.toml", "events.jsonl")
+_RUN_FILES = (RECIPE_FILE, EVENTS_FILE)
 _CLAIM_FILES = {LOCK_NAME, HOLDER_NAME}
 
 

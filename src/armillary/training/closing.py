@@ -9,6 +9,7 @@ from pathlib import Path
 from armillary.foundation.progress import Progress
 from armillary.inference.generate import generate, generation_problems
 from armillary.telemetry.events import EventLog
+from armillary.telemetry.format import quantity
 from armillary.training.assembly import Assembly
 from armillary.training.compressors import CompressorBits, measure_compressors
 from armillary.training.session import Session
@@ -121,7 +122,7 @@ def closing_lines(closing: Closing, session: Session, folder: Path) -> list[str]
     position, recipe = session.position, session.assembly.recipe
     parameters = recipe.model.parameter_count()
     learned = (
-        f"learned: {parameters / 1e6:,.1f} M parameters read {position.tokens_total / 1e6:,.1f} M"
+        f"learned: {quantity(parameters)} parameters read {quantity(position.tokens_total)}"
         f" tokens in {position.step:,} steps"
     )
     if len(closing.validation) == 1:

@@ -15,6 +15,7 @@ from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import ArmillaryError, Problem, UserError
 from armillary.foundation.files import write_atomically
 from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from armillary.parallel import process
 from armillary.recipe.diff import diff
 from armillary.recipe.overrides import apply
 from armillary.recipe.plain import recipe_sha256
@@ -42,6 +43,7 @@ class Beginning:
 
 def begin_anew(assembly: Assembly) -> Beginning:
     """Before the first step, with the weights as they were initialised."""
+    rng.seed_all(assembly.recipe.seed, process.rank())
     position = Position(data_fingerprint=assembly.data.training.fingerprint)
     return Beginning(position=position, provenance={"from": "scratch"})
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from armillary.data.batch import Batch
+from armillary.foundation.tell import seen_by_every_rank
 from armillary.optim.clipping import clip_by_global_norm
 from armillary.parallel.data_sharding import set_accumulation
 from armillary.resilience.guard import require_finite
@@ -59,13 +60,14 @@ def optimizer_step(
             loss_sum += loss.sum.detach()
         total = mesh.sum_over_data(loss_sum)
         norm = clip_by_global_norm(model.parameters(), assembly.recipe.max_gradient_norm)
-        values = require_finite(
-            total / weight,
-            norm,
-            step=step,
-            samples=samples,
-            gradients=((name, p.grad) for name, p in model.named_parameters()),
-        )
+        with seen_by_every_rank():
+            values = require_finite(
+                total / weight,
+                norm,
+                step=step,
+                samples=samples,
+                gradients=((name, p.grad) for name, p in model.named_parameters()),
+            )
     with timer.phase("optimizer"):
         optimizers.set_factor(assembly.schedule(step - 1))
         optimizers.step()

@@ -68,9 +68,9 @@ def train(
         if found := problems(recipe, process.world_size()):
             raise UserError(found)
     tune_host_allocator()
-    device = process.choose_device(recipe.parallel.device)
     with seen_by_every_rank():
-        if found := recipe.model.device_problems(device.type):
+        device = process.choose_device(recipe.parallel.device)
+        if found := recipe.model.device_problems(device.type, recipe.precision.compute):
             raise UserError(found)
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
