@@ -58,6 +58,10 @@ def test_the_exit_code_is_75_if_no_rank_failed_and_the_failed_ranks_code_otherwi
 SAY = f"""
 def fail(text, code):
     open(os.environ[{WORDS_VARIABLE!r}], "a").write(text + "\\n"); sys.exit(code)
+def after_rank_2():
+    while not os.path.exists(os.path.dirname(os.environ[{WORDS_VARIABLE!r}]) + "/2"):
+        time.sleep(0.01)
+    time.sleep(0.05)  # times of files are kept to a few milliseconds
 """
 
 
@@ -71,7 +75,7 @@ def fail(text, code):
             "error: rank 1 failed with exit code 2\nerror: no GPU\n",
         ),
         (
-            "fail('error: disk on fire', 7) if rank == 2 else time.sleep(0.1); fail('lost', 1)",
+            "fail('error: disk on fire', 7) if rank == 2 else after_rank_2(); fail('lost', 1)",
             7,
             "error: rank 2 failed with exit code 7\nerror: disk on fire\n",
         ),

@@ -81,10 +81,11 @@ def test_what_is_wrong_with_the_surroundings_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert process.choose_device() == torch.device("cuda", 0)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError, match="this machine has 1"):
-        process.choose_device()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):  # every rank sees it, also the one that would have a GPU
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(UserError, match=r"2 ranks here, but this machine has 1 GPU"):
+            process.choose_device()
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UserError, match="MASTER_ADDR"):
         process.init_process_group(CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -27,6 +28,15 @@ Prepare = Callable[[Path, pytest.MonkeyPatch], None]
 
 def nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The input is bad by itself."""
+
+
+def no_wandb(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "wandb" else find(name, *rest),
+    )
 
 
 def file(name: str, content: bytes | str) -> Prepare:
@@ -130,7 +140,7 @@ CASES = [
     Case("device_is_not_there", "--parallel.device cuda"),
     Case("attention_cannot_train_here", "--model.attention flex"),
     Case("pattern_matches_nothing", "--optimizer.no-decay embeding.*"),
-    Case("extra_is_missing", "--telemetry.wandb true"),
+    Case("extra_is_missing", "--telemetry.wandb true", no_wandb),
     Case("fraction_out_of_range", "--data.validation-fraction 1.5"),
     Case("vocabulary_too_small", "--model.vocab-size 200"),
     Case("sample_without_tokens", "--sampling.prompts it --sampling.tokens 0"),
