@@ -273,6 +273,9 @@ def test_auto_refuses_to_start_over_when_all_checkpoints_are_damaged(folder: Pat
         flip_bit(largest_file(folder / "step-00000010"), 3)
         with pytest.raises(UserError, match=r"no checkpoint in .* verifies.*step-00000010"):
             store.find("auto")
+        (folder / "step-00000010" / "manifest.json").unlink()
+        with pytest.raises(UserError, match=r"verifies.*step-00000010: no manifest.json"):
+            store.find("auto")
 
 
 def test_keep_last_counts_only_verified_ones_and_leaves_foreign_names(folder: Path) -> None:

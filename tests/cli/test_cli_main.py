@@ -95,6 +95,19 @@ def test_wrong_input_is_told_once_on_standard_error_with_exit_code_2(
     assert_matches_snapshot(f"$ armillary {typed}\n{err}", SNAPSHOTS / "bad" / f"{name}.txt")
 
 
+def test_empty_words_are_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed in (["train", ""], ["recipes", "show", ""], ["train", "debug", "--run", ""]):
+        assert cli.main(typed) == 2
+        assert "is empty" in capsys.readouterr().err
+
+
+def test_help_with_a_command_is_the_help_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["help", "train"]) == 0
+    assert "usage: armillary train" in capsys.readouterr().out
+
+
 def test_nothing_typed_shows_help_and_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "start here" in capsys.readouterr().out

@@ -159,6 +159,12 @@ def test_missing_and_foreign_folders_are_one_clear_error(
     assert call(capsys, *words) == (2, "", message)
 
 
+def test_before_the_first_run_the_list_is_empty(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "list") == (0, "no runs yet: armillary train\n", "")
+    assert call(capsys, "list", "--json") == (0, "[]\n", "")
+
+
 def test_events_of_something_else_are_an_error_to_show_and_a_state_in_the_list(tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
@@ -173,6 +179,47 @@ def test_events_of_something_else_are_an_error_to_show_and_a_state_in_the_list(t
     code, out, _ = call(capsys, "list", str(tmp_path))
     assert code == 0
     assert "unreadable" in out
+
+
+START = {"time": 1.0, "kind": "start", "rank": 0, "step": 0, **examples.start()}
+FOREIGN = {
+    "time": {"time": "2024", "kind": "foo"},
+    "no time": {"kind": "foo"},
+    "kind": {"time": 1, "kind": 3},
+    "step": {"time": 1, "kind": "step", "step": "one"},
+    "loss": {"time": 1, "kind": "step", "rank": 0, **examples.step(1), "step": 1, "loss": "low"},
+    "recipe": {**START, "recipe": 5},
+    "resumed": {**START, "resumed_from": "x"},
+    "stop": {"time": 1, "kind": "stop"},
+    "stop of nothing": {"time": 1, "kind": "stop", "rank": 0, "step": 0, "reason": 1},
+    "infinite": {**START, "time": float("inf")},
+    "huge": {**START, "total_steps": 10**400},
+    "name": {"time": 1, "kind": "validation", "rank": 0, "step": 0, **examples.validation()}
+    | {"name": ["a"]},
+}
+
+
+@pytest.mark.parametrize("event", FOREIGN.values(), ids=FOREIGN)
+def test_one_foreign_log_hides_no_other_run(event, tmp_path, capsys):
+    write_run(tmp_path / "done", stop=("all steps done", 0))
+    (tmp_path / "foreign").mkdir()
+    lines = [json.dumps(START), json.dumps(event)]
+    (tmp_path / "foreign" / "events.jsonl").write_text("\n".join(lines) + "\n")
+    code, out, err = call(capsys, "list", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert "unreadable" in out
+    assert "finished" in out
+    code, out, err = call(capsys, "show", str(tmp_path / "foreign"))
+    assert (code, out) == (2, "")
+    assert "events.jsonl: not the events of a run: " in err
+
+
+def test_the_best_score_is_of_all_held_out_text_once_that_was_scored(tmp_path):
+    run = write_run(tmp_path / "run")
+    with EventLog(run / "events.jsonl") as log:
+        scored = examples.validation(bits_per_byte=1.875) | {"name": "final-validation"}
+        log.emit("validation", 20, **scored)
+    assert read_history(run).best_bits_per_byte == 1.875
 
 
 def test_runs_needs_no_torch(tmp_path):

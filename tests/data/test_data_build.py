@@ -268,7 +268,7 @@ def test_all_unreadable_documents_are_named_at_once(tmp_path: Path) -> None:
         assert "bad-1.txt: byte 12 is not UTF-8 text" in text
         assert "bad-2.txt: byte 0 is not UTF-8 text" in text
         assert "gone.txt: No such file or directory" in text
-        assert "--data.corpus.on_bad_text replace" in text
+        assert "--data.corpus.on-bad-text replace" in text
 
 
 @pytest.mark.parametrize(

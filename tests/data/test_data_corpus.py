@@ -95,7 +95,7 @@ def test_text_that_is_not_utf_8_is_an_error_a_replacement_or_left_out(tmp_path: 
     (message,) = problems(Text(files=(file,)))
     assert message == (
         f"error: {file}: byte 6 is not UTF-8 text\n       allowed: text in UTF-8\n"
-        "       try: convert the file, or --data.corpus.on_bad_text replace (or skip)"
+        "       try: convert the file, or --data.corpus.on-bad-text replace (or skip)"
     )
     assert read(Text(files=(file,), on_bad_text="replace")) == [("bad.txt", "good\nb\ufffdd")]
     assert read(Text(files=(file,), on_bad_text="skip")) == []

@@ -44,7 +44,8 @@ def test_the_page_trains_with_the_component_and_repeats_the_run(
     reader: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use, refused, difference = (
-        [shlex.split(line)[1:] for line in block.splitlines()] for block in blocks("shell")
+        [shlex.split(line.removeprefix("PYTHONPATH=. "))[1:] for line in block.splitlines()]
+        for block in blocks("shell")
     )
     show, train, again = use
     assert main(show) == 0

@@ -47,12 +47,13 @@ def test_every_command_of_the_page_does_what_it_says(
                 command += ["--budget.batch-tokens", "512"]  # an eighth of the page's, to be quick
             assert main(command[1:]) == 0, capsys.readouterr().err
             printed[line] = capsys.readouterr().out
-    first, sample, separated, train, text, jsonl, mine = printed
+    first, sample, separated, train, text, jsonl, mine, train_mine = printed
     assert "documents, " in printed[first]
     assert "<|bos|>" in printed[sample] or "<|eos|>" in printed[sample]
     for command in (separated, jsonl):
         counts = re.findall(r"([\d,]+) documents", printed[command])
         assert sum(map(int, counts)) == 99
     assert (reader / "my-run/events.jsonl").exists(), train
+    assert (reader / "mine-run/events.jsonl").exists(), train_mine
     assert printed[text].startswith("Once")
     assert "of part 1 (jsonl)" in printed[mine]

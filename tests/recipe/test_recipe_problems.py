@@ -30,6 +30,18 @@ CASES = {
     "warmup_and_decay_overlap": ("--budget.steps 10 --schedule.warmup-steps 20", 1),
     "vocabulary_too_small": ("--data.tokenizer bpe", 1),
     "tokenizer_file_missing": ("--data.tokenizer file --data.tokenizer.path nowhere.json", 1),
+    "tokenizer_out_of_range": (
+        "--data.tokenizer bpe --data.tokenizer.vocab-size 5 --data.tokenizer.training-bytes 0",
+        1,
+    ),
+    "corpus_without_files": ("--data.corpus text --data.corpus.on-bad-text explode", 1),
+    "corpus_pattern_without_match": (
+        "--data.corpus jsonl --data.corpus.files /no-folder-of-this-name/*.jsonl",
+        1,
+    ),
+    "mixture_without_parts": ("--data.corpus mixture", 1),
+    "library_folder_missing": ("--data.corpus.folder /no-folder-of-this-name", 1),
+    "beyond_the_end": ("--validation.final-stride 512 --telemetry.profile-from 5000", 1),
     "heads": ("--model.n-kv-heads 3", 1),
     "mesh": ("--parallel.dp-shard 3", 4),
     "compute_dtype": ("--precision.compute float16", 1),
@@ -81,6 +93,10 @@ def test_the_proposed_batch_is_legal(typed: str, world_size: int) -> None:
 def test_what_only_the_data_machine_knows_can_be_left_out() -> None:
     recipe = resolve(["llama3-8b"]).recipe
     assert problems(recipe, 64, data=False) == []
+    without = resolve(["debug", "--data.corpus", "text", "--data.validation-fraction", "2"]).recipe
+    assert [problem.message for problem in problems(without, data=False)] == [
+        "data.validation_fraction = 2.0"
+    ]
     assert [problem.message for problem in problems(recipe, 64)] == ["data.tokenizer.path is empty"]
 
 

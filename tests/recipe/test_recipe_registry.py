@@ -47,7 +47,28 @@ def plain() -> Recipe:
 
 def wrong() -> int:
     return 3
+
+
+def divides() -> Recipe:
+    return 1 / 0
+
+
+def wants(size: int) -> Recipe:
+    return Recipe()
+
+
+def misspells() -> Recipe:
+    return Recipe(budget=Budget(stepz=3))
+
+
+def mistypes() -> Recipe:
+    print("mistypes")
+    return Recipe(seed="seven", model="llama", max_gradient_norm=None, budget=Budget(steps=2.5))
 '''
+
+PRINTING = """\
+    print("called")
+    return Recipe(seed=7)"""
 
 
 @pytest.fixture
@@ -88,6 +109,10 @@ def test_wrong_names_are_told_with_the_nearest(own: Path, tmp_path: Path) -> Non
         "llama3-8",
         f"{own}:mien",
         f"{own}:wrong",
+        f"{own}:divides",
+        f"{own}:wants",
+        f"{own}:misspells",
+        f"{own}:mistypes",
         f"{tmp_path}/no.py:x",
         f"{broken}:x",
         "no.such.module:x",
@@ -119,7 +144,35 @@ def test_a_file_is_the_whole_recipe_or_stands_over_one(tmp_path: Path) -> None:
     assert resolve([], default="debug").recipe == get("debug")
 
 
-@pytest.mark.parametrize("typed", [["a", "b"], ["--from-file"], []])
+def test_what_a_file_of_ones_own_prints_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "speaks.py"
+    file.write_text('print("read")\n' + OWN.replace("    return Recipe(seed=7)", PRINTING))
+    assert get(f"{file}:plain").seed == 7
+    assert capsys.readouterr() == ("", "read\ncalled\n")
+
+
+def test_a_toml_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("seed = 5\n", encoding="utf-8-sig")
+    assert get(str(file)).seed == 5
+
+
+def test_a_glob_that_is_not_quoted_is_told_from_many_recipes(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.txt" for name in "abcdef"]
+    for file in files:
+        file.write_text("text")
+    for count in (2, 6):
+        with pytest.raises(UserError) as caught:
+            resolve(["debug", "--data.corpus.files", *map(str, files[:count])])
+        told = str(caught.value)
+        assert "files where the name of a recipe would stand" in told
+        assert "in quotes" in told
+        assert ("and 2 more" in told) == (count == 6)
+
+
+@pytest.mark.parametrize("typed", [["a", "b"], ["--from-file"], [], [""], ["", "--seed", "1"]])
 def test_a_command_line_without_one_recipe_is_refused(typed: list[str]) -> None:
     with pytest.raises(UserError):
         resolve(typed)

@@ -20,6 +20,7 @@ from armillary.recipe.budget import Sampling
 from armillary.recipe.recipe import Recipe
 from armillary.resilience.signals import Stopped, StopRequest
 from armillary.training.assembly import assemble
+from armillary.training.run_folder import default_run_folder
 from armillary.training.session import Session
 from armillary.training.train import BYTES_PER_PARAMETER, train
 from armillary.training.validation import validate
@@ -210,6 +211,43 @@ def test_a_resumed_run_says_which_values_differ(recipe: Recipe, tmp_path: Path) 
     assert (warning["where"], warning["step"]) == ("resume", 6)
 
 
+def test_a_finished_run_called_again_takes_no_step_and_says_so(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run(recipe, folder) == 0
+    log, saved = ((folder / name).read_bytes() for name in ("events.jsonl", "recipe.toml"))
+    capsys.readouterr()
+    assert run(recipe, folder) == 0
+    assert "has finished already at step 12; a longer budget" in capsys.readouterr().err
+    assert (folder / "events.jsonl").read_bytes() == log
+
+    # Another value may ask for other scores or samples, but the weights are what they were.
+    assert run(replace(recipe, max_gradient_norm=0.5), folder) == 0
+    told = [event["message"] for event in events_of(folder, "message")]
+    assert sum("has finished already" in message for message in told) == 1
+    assert len(steps_of(folder)) == STEPS
+    assert (folder / "recipe.toml").read_bytes() == saved
+
+    assert run(replace(recipe, budget=replace(recipe.budget, steps=13)), folder) == 0
+    assert steps_of(folder)[-1]["step"] == 13
+    assert (folder / "recipe.toml").read_bytes() != saved
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("qwen3-0.6b", "qwen3-0.6b"),
+        ("recipes/my.own.toml", "my.own"),
+        ("there/mine.py:small", "small"),
+        ("package.module:small", "small"),
+    ],
+)
+def test_a_run_folder_is_named_after_the_recipe(name: str, short: str) -> None:
+    made = default_run_folder(name, Recipe())
+    assert (made.parent, made.name[:-9]) == (Path("runs"), short)
+
+
 def test_a_stop_before_anything_is_started_leaves_the_log_as_it_was(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +301,7 @@ def test_a_complete_run_ends_well_without_what_cannot_be_written_or_compressed(
     assert "the compressors were not asked: " in message["message"]
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert f"armillary generate '{folder}' --prompt" in shown.err
+    assert f"armillary generate '{folder}' --prompt it   |" in shown.err
 
     recipe = replace(recipe, sampling=Sampling(prompts=("it", "is"), tokens=8))
     assert run(recipe, folder) == 0

@@ -71,17 +71,15 @@ def find_checkpoint(
 
 def _newest(folder: Path, progress: Progress | None, words: Words) -> Found | None:
     skipped: list[str] = []
-    damaged = False
     for step, path in step_folders(folder).items():
         try:
             manifest = verify(path, progress)
         except Unverified as reason:
             skipped.append(f"skipped {path}: {reason}")
-            damaged = damaged or (path / MANIFEST_NAME).exists()
             continue
         chosen = f"resuming from {path}: the newest checkpoint that verifies"
         return Found(path, step, manifest, [*skipped, chosen])
-    if damaged:
+    if skipped:  # also without a manifest: a folder gets its name only once it has one
         raise UserError(
             Problem(
                 f"no checkpoint in {folder} verifies: " + "; ".join(skipped),

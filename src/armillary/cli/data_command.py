@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,7 +220,7 @@ def _folder_of(tokens: list[str]) -> Path:
         raise UserError(
             Problem(
                 f"the corpus of {resolved.name} has not been built, or has changed since",
-                fix=f"armillary data build {' '.join(tokens) or DEFAULT_RECIPE}",
+                fix=f"armillary data build {shlex.join(tokens) or DEFAULT_RECIPE}",
             )
         )
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from armillary.foundation.errors import Problem, UserError
 from armillary.recipe.fields import fields_of
@@ -36,15 +37,35 @@ def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:
         UserError: with every problem of the values at once.
     """
     words, options = split_options(tokens)
+    _refuse_files(words)
     if len(words) > 1:
         raise UserError(
             Problem(
-                f"more than one recipe: {', '.join(words)}",
+                f"more than one recipe: {_listed(words)}",
                 allowed="one word, first; a value follows its --name",
                 fix=f"{words[0]} first, then --NAME VALUE",
             )
         )
     return _resolved(words[0] if words else None, options, _own_options(tokens), default)
+
+
+def _refuse_files(words: list[str]) -> None:
+    """The shell puts many words in the place of a glob that is not quoted."""
+    recipes = () if len(words) > 1 else (".toml", ".py")
+    files = [word for word in words if Path(word).is_file() and not word.endswith(recipes)]
+    if files:
+        raise UserError(
+            Problem(
+                f"files where the name of a recipe would stand: {_listed(files)}",
+                allowed="one recipe, first; globs in quotes, so that the shell leaves them alone",
+                fix="--data.corpus.files 'FOLDER/*.txt', in quotes",
+            )
+        )
+
+
+def _listed(words: list[str], most: int = 3) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def resolve_each(tokens: Sequence[str]) -> list[Resolved]:
@@ -62,6 +83,8 @@ def _resolved(
     word: str | None, typed: Sequence[Option], own: Sequence[str], default: str | None = None
 ) -> Resolved:
     """The recipe `word` with the options over it; `own` are the command's other options."""
+    if word is not None and not word.strip():
+        raise UserError(Problem("the name of the recipe is empty", fix="armillary recipes list"))
     files = [_file(option) for option in typed if option.path == (FROM_FILE,)]
     options = [option for option in typed if option.path != (FROM_FILE,)]
     if word is None and not files and default is None:

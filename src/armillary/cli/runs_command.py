@@ -66,6 +66,8 @@ def _run_folders(folder: Path) -> list[Path]:
     """`folder` itself when it is a run, else the runs in it."""
     from armillary.telemetry.history import is_run_folder
 
+    if not folder.exists() and folder == Path(_DEFAULT_FOLDER):
+        return []
     if not folder.is_dir():
         raise UserError(
             Problem(
@@ -94,7 +96,7 @@ def _history(folder: Path, *, strict: bool = False) -> Any:
 
     try:
         return read_history(folder)
-    except (ArmillaryError, OSError, KeyError, TypeError) as error:
+    except (ArmillaryError, OSError, ValueError) as error:
         if not strict:
             history = History(folder)
             history.unreadable = True
@@ -103,7 +105,7 @@ def _history(folder: Path, *, strict: bool = False) -> Any:
             raise
         raise UserError(
             Problem(
-                f"{folder / 'events.jsonl'}: not the events of a run ({error!r})",
+                f"{folder / 'events.jsonl'}: not the events of a run: {error}",
                 allowed="a folder that `armillary train --run` has written",
                 fix="armillary runs list",
             )

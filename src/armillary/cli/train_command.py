@@ -80,6 +80,8 @@ def _resolve(arguments: argparse.Namespace, nproc: int) -> Resolved:
     from armillary.recipe.problems import problems
 
     with seen_by_every_rank():
+        if arguments.run is not None and not arguments.run.strip():
+            raise UserError(Problem("--run is empty", "a folder", "--run DIR, or leave it out"))
         if nproc < 1:
             raise UserError(Problem(f"--nproc {nproc}", allowed="1 or more", fix="--nproc 1"))
         resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)

@@ -57,6 +57,8 @@ class Reading:
     @classmethod
     def of(cls, part: Part) -> Reading:
         """Lists and cuts the sources of a part."""
+        if found := part.corpus.problems():
+            raise UserError(found)
         sources = part.corpus.sources()
         stamp = stamp_of(repr(part.corpus), sources)
         return cls(part.corpus, sources, cut(sources), stamp)
@@ -381,14 +383,14 @@ def _split_problem(documents: int, held_out: int, empty: int, fraction: float) -
         return Problem(
             f"leaves nothing to train on: all {documents} documents are held out",
             "more documents, or a smaller share",
-            "--data.validation_fraction 0.05",
+            "--data.validation-fraction 0.05",
         )
     if fraction > 0 and held_out == 0:
         return Problem(
             f"has no validation document: of {documents} documents the share "
             f"data.validation_fraction = {fraction} comes to none",
             "a share or a corpus large enough for one, or 0 for no validation",
-            "--data.validation_fraction 0.3, or cut files into documents (for text: "
+            "--data.validation-fraction 0.3, or cut files into documents (for text: "
             "--data.corpus.separator '\\n\\n')",
         )
     return None

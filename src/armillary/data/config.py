@@ -61,14 +61,14 @@ class Data:
     """Whether samples come in a random order that the seed decides."""
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the values themselves."""
+        """What is wrong with the values themselves; looks for no file."""
         found = []
         if not 0 <= self.validation_fraction < 1:
             found.append(
                 Problem(
                     f"data.validation_fraction = {self.validation_fraction}",
                     "0 (no validation) up to, not including, 1",
-                    "--data.validation_fraction 0.05",
+                    "--data.validation-fraction 0.05",
                 )
             )
         found += [
@@ -76,4 +76,4 @@ class Data:
             for name, value in (("workers", self.workers), ("prefetch", self.prefetch))
             if value < 0
         ]
-        return found
+        return found + self.corpus.problems() + self.tokenizer.problems()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.foundation.component import Component
-from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.errors import ArmillaryError, Problem, UserError
 
 BAD_TEXT_CHOICES = ("error", "replace", "skip")
 
@@ -57,12 +57,34 @@ class CorpusConfig(Component, ABC):
         """What there is to read, in the corpus's own fixed order; looks at no content.
 
         Raises:
-            UserError: nothing matches, or the configuration is inconsistent.
+            UserError: nothing matches, or the values ask for nothing that is there.
         """
 
     @abstractmethod
     def read(self, source: Source) -> Iterator[Document | Problem]:
         """The documents of one source, in order; what cannot be read comes as a `Problem`."""
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the values themselves; looks for no file."""
+        policy = getattr(self, "on_bad_text", "error")
+        if policy in BAD_TEXT_CHOICES:
+            return []
+        choices = ", ".join(BAD_TEXT_CHOICES)
+        fix = "--data.corpus.on-bad-text replace"
+        return [Problem(f"data.corpus.on_bad_text = {policy!r}", choices, fix)]
+
+    def source_problems(self) -> list[Problem]:
+        """What keeps `sources` from finding anything to read."""
+        return problems_of(self.sources)
+
+
+def problems_of(question: Callable[[], object]) -> list[Problem]:
+    """What a call raises in words for people; nothing when it returns."""
+    try:
+        question()
+    except ArmillaryError as error:
+        return error.problems
+    return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,14 +225,6 @@ def _no_match(pattern: str, path: Path) -> Problem:
 # Text ----------------------------------------------------------------------------------------
 
 
-def check_bad_text(value: str) -> None:
-    """Raises UserError unless `value` is a known policy."""
-    if value not in BAD_TEXT_CHOICES:
-        raise UserError(
-            Problem(f"data.corpus.on_bad_text = {value!r}", ", ".join(BAD_TEXT_CHOICES))
-        )
-
-
 def decode_text(raw: bytes, where: str, on_bad_text: str, offset: int = 0) -> str | Problem | None:
     """UTF-8 bytes as text; None where the policy skips them.
 
@@ -247,7 +261,7 @@ def _bad_text(message: str) -> Problem:
     return Problem(
         message,
         "text in UTF-8",
-        "convert the file, or --data.corpus.on_bad_text replace (or skip)",
+        "convert the file, or --data.corpus.on-bad-text replace (or skip)",
     )
 
 

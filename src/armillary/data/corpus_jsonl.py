@@ -14,7 +14,6 @@ from armillary.data.corpus import (
     CorpusConfig,
     Document,
     Source,
-    check_bad_text,
     clean_text,
     decode_text,
     find_files,
@@ -41,7 +40,6 @@ class JsonLines(CorpusConfig):
 
     def sources(self) -> list[Source]:
         """See `CorpusConfig.sources`."""
-        check_bad_text(self.on_bad_text)
         if not self.field:
             raise UserError(Problem("data.corpus.field is empty", "the name of a field"))
         sources = []

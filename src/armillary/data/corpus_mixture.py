@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from armillary.data.corpus import CorpusConfig, Document, Part, Source, corpus_parts
+from armillary.data.corpus import (
+    CorpusConfig,
+    Document,
+    Part,
+    Source,
+    corpus_parts,
+    problems_of,
+)
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem
 
@@ -31,3 +38,12 @@ class Mixture(CorpusConfig):
         """See `CorpusConfig.read`."""
         index = int(source.name.split("/", 1)[0])
         return self.parts[index].corpus.read(source)
+
+    def problems(self) -> list[Problem]:
+        """See `CorpusConfig.problems`: the parts' too."""
+        found = problems_of(lambda: corpus_parts(self))
+        return found + [problem for part in self.parts for problem in part.corpus.problems()]
+
+    def source_problems(self) -> list[Problem]:
+        """See `CorpusConfig.source_problems`: those of all parts."""
+        return [problem for part in self.parts for problem in part.corpus.source_problems()]

@@ -11,7 +11,6 @@ from armillary.data.corpus import (
     CorpusConfig,
     Document,
     Source,
-    check_bad_text,
     clean_text,
     decode_text,
     find_files,
@@ -38,7 +37,6 @@ class Parquet(CorpusConfig):
 
     def sources(self) -> list[Source]:
         """See `CorpusConfig.sources`."""
-        check_bad_text(self.on_bad_text)
         parquet = _pyarrow_parquet()
         sources, problems = [], []
         for file in find_files(self.files):
@@ -102,13 +100,16 @@ class HuggingFace(CorpusConfig):
     on_bad_text: str = "error"
     """What to do with a row that is not proper text: error, replace (with U+FFFD) or skip."""
 
+    def source_problems(self) -> list[Problem]:
+        """See `CorpusConfig.source_problems`: without the hub, which may have much to send."""
+        if self.name:
+            return []
+        return [Problem("data.corpus.name is empty", fix="--data.corpus.name OWNER/NAME")]
+
     def sources(self) -> list[Source]:
         """See `CorpusConfig.sources`."""
-        check_bad_text(self.on_bad_text)
-        if not self.name:
-            raise UserError(
-                Problem("data.corpus.name is empty", fix="--data.corpus.name OWNER/NAME")
-            )
+        if found := self.source_problems():
+            raise UserError(found)
         rows = _hub_dataset(self.name, self.config, self.split)
         if self.column not in rows.column_names:
             raise UserError(

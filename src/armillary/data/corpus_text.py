@@ -15,7 +15,6 @@ from armillary.data.corpus import (
     Document,
     FoundFile,
     Source,
-    check_bad_text,
     decode_text,
     find_files,
     found_file,
@@ -94,7 +93,6 @@ class Text(CorpusConfig):
 
     def sources(self) -> list[Source]:
         """See `CorpusConfig.sources`."""
-        check_bad_text(self.on_bad_text)
         return [file.source() for file in find_files(self.files)]
 
     def read(self, source: Source) -> Iterator[Document | Problem]:

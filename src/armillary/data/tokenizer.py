@@ -74,6 +74,10 @@ class TokenizerConfig(Component, ABC):
             UserError: the configuration, or the file that it names, is wrong.
         """
 
+    def problems(self) -> list[Problem]:
+        """What is wrong with the values themselves; looks for no file."""
+        return []
+
     def text_needed(self) -> int:
         """UTF-8 bytes of training text that `build` wants; 0 for a tokenizer that is ready."""
         return 0

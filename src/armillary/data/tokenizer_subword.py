@@ -112,21 +112,29 @@ class Bpe(TokenizerConfig):
         self._check()
         return {"name": "bpe", **dataclasses.asdict(self)}
 
-    def _check(self) -> None:
+    def problems(self) -> list[Problem]:
+        """See `TokenizerConfig.problems`."""
         problems = []
         if not _MINIMUM_VOCAB <= self.vocab_size <= 2**24:
             problems.append(
                 Problem(
                     f"data.tokenizer.vocab_size = {self.vocab_size}",
                     f"{_MINIMUM_VOCAB} (256 bytes, BOS, EOS) to {2**24}",
-                    "--data.tokenizer.vocab_size 4096",
+                    "--data.tokenizer.vocab-size 4096",
                 )
             )
         if self.training_bytes < 1:
             problems.append(
-                Problem(f"data.tokenizer.training_bytes = {self.training_bytes}", "1 byte or more")
+                Problem(
+                    f"data.tokenizer.training_bytes = {self.training_bytes}",
+                    "1 byte or more",
+                    "--data.tokenizer.training-bytes 8000000",
+                )
             )
-        if problems:
+        return problems
+
+    def _check(self) -> None:
+        if problems := self.problems():
             raise UserError(problems)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def find_saved(
     asked = "auto" if wanted is None else str(wanted)
     found = find_checkpoint(run / CHECKPOINTS_FOLDER, asked, progress, _WORDS)
     if found is None:
-        fix = f"armillary train --run {run}, to its first one"
+        recipe, folder = shlex.quote(str(run / RECIPE_FILE)), shlex.quote(str(run))
+        fix = f"armillary train --from-file {recipe} --run {folder}"
         raise UserError(Problem(f"{run} has no checkpoint yet", fix=fix))
     return run, found
 

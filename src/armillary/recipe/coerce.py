@@ -156,6 +156,27 @@ def _list(value: object, kind: Any, *, text: bool) -> tuple[Any, ...]:
     )
 
 
+def mismatch_of(value: object, annotation: Any) -> str | None:
+    """What would fit where a value that a program has put there does not; None where it fits."""
+    group = group_in(annotation)
+    if group is not None and value is not None:
+        return None if isinstance(value, group) else f"an object of a {group.__name__} class"
+    if isinstance(value, tuple | list) and list_in(annotation) is not None:
+        kinds = list_in(annotation)
+        if is_open_list(kinds) or len(value) == len(typing.get_args(kinds)):
+            parts = [mismatch_of(part, element_of(kinds, i)) for i, part in enumerate(value)]
+            return None if not any(parts) else describe(annotation)
+        return describe(annotation)
+    kinds = [kind for kind in members(annotation) if isinstance(kind, type)]
+    if isinstance(value, enum.Enum | Path) and isinstance(value, tuple(kinds)):
+        return None
+    try:
+        coerce(value, annotation, text=False)
+    except Mismatch as mismatch:
+        return str(mismatch)
+    return None
+
+
 def enum_word(option: enum.Enum) -> str:
     """How an enum member is written: its value where that is text, else its name."""
     return option.value if isinstance(option.value, str) else option.name

@@ -34,7 +34,13 @@ def load(name: str) -> tuple[ModuleType, str]:
         UserError: there is no such file or module, or it fails while it is imported.
     """
     place, _, word = name.rpartition(":") if ":" in name else (name, "", "")
-    return (_load_file(place) if place.endswith(".py") else _load_module(place)), word
+    with prints_on_stderr():
+        return (_load_file(place) if place.endswith(".py") else _load_module(place)), word
+
+
+def prints_on_stderr() -> contextlib.AbstractContextManager[object]:
+    """What the user's code prints goes there: standard output is for results alone."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _load_module(place: str) -> ModuleType:
@@ -92,7 +98,7 @@ def find_component(slot: type, word: str) -> type:
             return next(iter(choices.values()))
     raise UserError(
         Problem(
-            f"{word!r} is not a {slot.__name__}",
+            f"{word!r} is not {'an' if slot.__name__[0] in 'AEIOU' else 'a'} {slot.__name__}",
             allowed=", ".join(sorted(choices)) or "nothing: no component is registered there",
             fix=nearest(word.rpartition(":")[2], choices),
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from armillary.foundation.errors import ArmillaryError, Problem
+from armillary.data.corpus import problems_of
+from armillary.foundation.errors import Problem
 from armillary.parallel.config import DATA_AXES
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
@@ -41,12 +42,14 @@ def problems(recipe: Recipe, world_size: int = 1, *, data: bool = True) -> list[
         found += getattr(part, "problems", list)()
     if countable and not no_length:
         found += recipe.schedule.problems(budget.total_steps)
+        found += _beyond(recipe)
     mesh_problems = recipe.parallel.problems(world_size)
     found += mesh_problems
     if countable:
         found += _batch(recipe, 1 if mesh_problems else _data_ranks(recipe, world_size))
+    found += recipe.data.problems()
     if data:
-        found += _data(recipe)
+        found += [problem for problem in _data(recipe) if problem not in found]
     told = "\n".join(problem.message for problem in found)
     return found + [problem for name, problem in _not_finite(recipe) if name not in told]
 
@@ -110,6 +113,24 @@ def _length(recipe: Recipe) -> list[Problem]:
     return []
 
 
+def _beyond(recipe: Recipe) -> Iterator[Problem]:
+    """What lies past the end of a sequence, or of the run."""
+    stride, length = recipe.validation.final_stride, recipe.budget.seq_len
+    if stride > length:
+        yield Problem(
+            f"validation.final_stride = {stride} is above budget.seq_len = {length}",
+            f"0 (seq_len) to {length}",
+            f"--validation.final-stride {length}",
+        )
+    first, steps = recipe.telemetry.profile_from, recipe.budget.total_steps
+    if first > steps:
+        yield Problem(
+            f"telemetry.profile_from = {first} is beyond the {steps} steps of the run",
+            f"0 (no profile) to {steps}",
+            f"--telemetry.profile-from {steps}",
+        )
+
+
 def _data_ranks(recipe: Recipe, world_size: int) -> int:
     degrees = recipe.parallel.resolve(world_size).degrees
     return math.prod(degrees[axis] for axis in DATA_AXES)
@@ -158,15 +179,14 @@ def _some(legal: list[int], best: int, most: int = 8) -> list[int]:
 
 
 def _data(recipe: Recipe) -> list[Problem]:
-    found = _asked(getattr(recipe.data, "problems", list))
+    found = recipe.data.corpus.source_problems()
     vocabulary = 0
 
-    def ask() -> list[Problem]:
+    def ask() -> None:
         nonlocal vocabulary
         vocabulary = recipe.data.tokenizer.expected_vocab_size()
-        return []
 
-    found += [problem for problem in _asked(ask) if problem not in found]
+    found += problems_of(ask)
     if vocabulary > recipe.model.vocab_size:
         fitting = math.ceil(vocabulary / 64) * 64
         found.append(
@@ -178,13 +198,6 @@ def _data(recipe: Recipe) -> list[Problem]:
             )
         )
     return found
-
-
-def _asked(question: Callable[[], list[Problem]]) -> list[Problem]:
-    try:
-        return list(question())
-    except ArmillaryError as error:
-        return error.problems
 
 
 def _option(name: str) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from armillary.foundation.errors import Problem, UserError, nearest
-from armillary.recipe.outside import is_file_module, is_outside, load
+from armillary.foundation.errors import ArmillaryError, Problem, UserError, nearest
+from armillary.recipe.outside import is_file_module, is_outside, load, prints_on_stderr
 
 if TYPE_CHECKING:
     from armillary.recipe.recipe import Recipe
@@ -122,9 +123,49 @@ def _from_outside(name: str) -> Recipe:
                 best and f"{place}:{best}",
             )
         )
-    made = function()
+    made = _call(function, name)
     if not isinstance(made, Recipe):
         raise UserError(
             Problem(f"{name} returns {type(made).__name__}", "a function that returns a Recipe")
         )
+    _check_types(made, name)
     return made
+
+
+def _call(function: Callable[[], object], name: str) -> object:
+    try:
+        with prints_on_stderr():
+            return function()
+    except ArmillaryError:
+        raise
+    except Exception as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        lines = [
+            (frame.filename, frame.lineno)
+            for frame in traceback.extract_tb(error.__traceback__)[1:]
+            if code is None or frame.filename == code.co_filename
+        ]
+        if not lines and code is not None:  # it could not even be called
+            lines = [(code.co_filename, code.co_firstlineno)]
+        where = " ({}:{})".format(*lines[-1]) if lines else ""
+        raise UserError(
+            Problem(
+                f"{name} fails: {type(error).__name__}: {error}{where}",
+                "a function without arguments that returns a Recipe",
+            )
+        ) from error
+
+
+def _check_types(made: Recipe, name: str) -> None:
+    """Raises UserError where a value of the tree is not of its field's type."""
+    from armillary.recipe.coerce import mismatch_of
+    from armillary.recipe.tree import leaves, value_at
+
+    found = []
+    for leaf in leaves(made):
+        value = value_at(made, leaf.name)  # of a component its tree, not its name
+        wanted = mismatch_of(value, leaf.annotation)
+        if wanted is not None:
+            found.append(Problem(f"{leaf.name} = {value!r} does not fit (in {name})", wanted))
+    if found:
+        raise UserError(found)

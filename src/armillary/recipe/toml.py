@@ -82,7 +82,7 @@ def read_toml(file: Path | str) -> TableLayer:
         UserError: it cannot be read, or is not TOML; names the file and the line.
     """
     try:
-        return TableLayer(tomllib.loads(Path(file).read_text(encoding="utf-8")), f"in {file}")
+        return TableLayer(tomllib.loads(Path(file).read_text("utf-8-sig")), f"in {file}")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(

@@ -38,6 +38,13 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
         yield from _leaves_of(f"{prefix}{name}", getattr(tree, name), info.annotation, info)
 
 
+def value_at(tree: Any, name: str) -> Any:
+    """What stands at the dotted name of a leaf."""
+    for word in name.split("."):
+        tree = tree[int(word)] if isinstance(tree, tuple) else getattr(tree, word)
+    return tree
+
+
 def _leaves_of(name: str, value: Any, annotation: Any, info: FieldInfo) -> Iterator[Leaf]:
     elements = list_in(annotation)
     if is_group(value):

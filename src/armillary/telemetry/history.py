@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -12,9 +13,35 @@ from typing import Any
 from armillary.foundation.errors import EXIT_FINISHED, EXIT_RUN_ME_AGAIN
 from armillary.foundation.run_folder import EVENTS_FILE
 from armillary.telemetry.events import read_events
+from armillary.telemetry.schema import COMMON, REQUIRED
 
 _PHASES = ("data", "forward_backward", "optimizer", "checkpoint", "other")
 _CLOCK_SLACK_SECONDS = 60.0
+_FINAL = "final-"
+
+_TEXT = (str,)
+_WHOLE = (int,)
+_NUMBER = (int, float)
+_MAYBE = (int, float, type(None))
+_READ: dict[str, dict[str, tuple[type, ...]]] = {
+    "start": {
+        "recipe": (str, type(None)),
+        "resumed_from": (int, type(None)),
+        "total_steps": (int, type(None)),
+        "parameters": _MAYBE,
+    },
+    "step": {
+        **dict.fromkeys(("loss", "tokens_total", "tokens_per_second"), _MAYBE),
+        **dict.fromkeys(("mfu", "memory_peak_bytes"), _MAYBE),
+        **dict.fromkeys((f"{phase}_seconds" for phase in _PHASES), _MAYBE),
+    },
+    "validation": {"name": _TEXT, "bits_per_byte": _MAYBE},
+    "checkpoint": {"state": _TEXT, "path": _TEXT, "bytes": _MAYBE},
+    "warning": {"message": _TEXT, "hint": _TEXT},
+    "error": {"message": _TEXT, "hint": _TEXT},
+    "stop": {"reason": _TEXT, "exit_code": _WHOLE},
+}
+"""What is read of each kind of event, and what it may be."""
 
 
 @dataclass(slots=True)
@@ -39,7 +66,12 @@ class History:
     """Whether the events could not be read."""
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Adds one event."""
+        """Adds one event.
+
+        Raises:
+            ValueError: it is not an event of a run.
+        """
+        _check(event)
         kept = dict(event)
         kind = kept["kind"]
         self.last_time = kept["time"]
@@ -82,8 +114,14 @@ class History:
 
     @property
     def best_bits_per_byte(self) -> float | None:
-        """Lowest validation bits per byte of the set that was measured first."""
-        name = self.validations[0]["name"] if self.validations else None
+        """Lowest validation bits per byte of one set.
+
+        That is the set that was measured first; all of its text, if that was scored, and not the
+        part that is looked at on the way.
+        """
+        names = [event["name"] for event in self.validations]
+        whole = (name for name in names if name.startswith(_FINAL))
+        name = next(whole, names[0] if names else None)
         found = (event["bits_per_byte"] for event in self.validations if event["name"] == name)
         return min((bits for bits in found if bits is not None), default=None)
 
@@ -131,6 +169,7 @@ def read_history(folder: Path) -> History:
 
     Raises:
         RunError: a line is broken.
+        ValueError: it is not an event of a run.
         OSError: the file cannot be read.
     """
     return history_of(folder, read_events(folder / EVENTS_FILE))
@@ -149,13 +188,33 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / EVENTS_FILE).is_file()
 
 
+def _check(event: Mapping[str, Any]) -> None:
+    kind = event.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError(f"an event's kind is {kind!r}")
+    required = (*COMMON, *REQUIRED.get(kind, ()))
+    for name, allowed in {"time": _NUMBER, "step": _WHOLE, **_READ.get(kind, {})}.items():
+        if name in required and name not in event:
+            raise ValueError(f"a {kind} event without {name}")
+        value = event.get(name)
+        if not isinstance(value, allowed) or _is_wild(value):
+            raise ValueError(f"a {kind} event with {name} {value!r}"[:200])
+
+
+def _is_wild(value: object) -> bool:
+    """Whether a number is none, or one that nothing can be counted with."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, int) and abs(value) >= 2**63
+
+
 def _is_alive(start: Mapping[str, Any]) -> bool:
     host, pid = start.get("host"), start.get("pid")
     if host != socket.gethostname() or not isinstance(pid, int):
         return True
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

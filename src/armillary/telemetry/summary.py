@@ -140,9 +140,11 @@ def _speed(history: History) -> list[str]:
     if not history.steps:
         return []
     recent = [history.steps[step] for step in sorted(history.steps)[-20:]]
-    rates = sorted(event["tokens_per_second"] for event in recent)
+    known = (event["tokens_per_second"] for event in recent)
+    rates = sorted(rate for rate in known if rate is not None)
     last = recent[-1]
-    text = f"{rates[len(rates) // 2]:,.0f} tokens/s, mfu {percent(last['mfu'])}"
+    rate = number(rates[len(rates) // 2] if rates else None, ",.0f")
+    text = f"{rate} tokens/s, mfu {percent(last['mfu'])}"
     memory = byte_count(last["memory_peak_bytes"])
     return [
         _line("speed", f"{text}, {memory} peak memory (median of the last {len(recent)} steps)")

@@ -18,6 +18,8 @@ from armillary.training.validation import ValidationResult
 MOST_COMPRESSED_BYTES = 256 * 10**6
 """Held-out text beyond this is not given to the compressors: `xz -9e` reads about 2 MB a second."""
 
+_LONGEST_PROMPT_SHOWN = 40
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closing:
@@ -135,11 +137,18 @@ def closing_lines(closing: Closing, session: Session, folder: Path) -> list[str]
             for name, result in closing.validation.items()
         )
     run = shlex.quote(str(folder))
+    prompt = next((shlex.quote(text) for text in recipe.sampling.prompts if _fits(text)), "TEXT")
     return [
         learned,
         f"compare: {compared or 'no text was held out'}",
-        f"next:    armillary generate {run} --prompt 'def '   |   armillary runs show {run}",
+        f"next:    armillary generate {run} --prompt {prompt}   |   armillary runs show {run}",
     ]
+
+
+def _fits(prompt: str) -> bool:
+    """Whether a prompt can be typed as it is shown, on a line."""
+    short = 0 < len(prompt) <= _LONGEST_PROMPT_SHOWN
+    return short and prompt.isprintable() and not prompt.startswith("-")
 
 
 def _compared(bits: float, compressors: CompressorBits | None) -> str:

@@ -12,7 +12,7 @@ from armillary.checkpoint.find import Found
 from armillary.checkpoint.manifest import step_folders, step_name
 from armillary.checkpoint.state import restore_training
 from armillary.checkpoint.store import CheckpointStore
-from armillary.foundation.errors import ArmillaryError, Problem, UserError
+from armillary.foundation.errors import EXIT_FINISHED, ArmillaryError, Problem, UserError
 from armillary.foundation.files import write_atomically
 from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 from armillary.parallel import process
@@ -21,6 +21,7 @@ from armillary.recipe.overrides import apply
 from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.toml import read_toml
+from armillary.telemetry.history import read_history
 from armillary.training.assembly import Assembly
 from armillary.training.state import Position
 
@@ -102,6 +103,22 @@ def recipe_warning(found: Found, recipe: Recipe) -> str | None:
     more = len(changed) - _NAMES_SHOWN
     told = ", ".join(changed[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
     return f"the recipe is not the one of {found.path}: {told}"
+
+
+def is_end(found: Found, checkpoints: Path, recipe: Recipe) -> bool:
+    """Whether a run has no step left to take: its own checkpoint has the whole budget."""
+    return found.step >= recipe.budget.total_steps and is_own(found, checkpoints)
+
+
+def is_told(found: Found, folder: Path, recipe: Recipe) -> bool:
+    """Whether all that this recipe has to tell of its end, scores and samples, is in the log."""
+    if found.manifest["recipe_sha256"] != recipe_sha256(recipe):
+        return False
+    try:
+        stop = read_history(folder).stop
+    except (ArmillaryError, OSError, ValueError):
+        return False
+    return stop is not None and (stop["exit_code"], stop["step"]) == (EXIT_FINISHED, found.step)
 
 
 # A request for another past than the newest is followed once. The same command, given again by a

@@ -15,7 +15,12 @@ from armillary.recipe.toml import to_toml
 
 def default_run_folder(name: str, recipe: Recipe) -> Path:
     """`runs/NAME-HASH`: the same command finds its own run again, another recipe gets its own."""
-    return Path("runs") / f"{Path(name).stem}-{recipe_sha256(recipe)[:8]}"
+    return Path("runs") / f"{_short(name)}-{recipe_sha256(recipe)[:8]}"
+
+
+def _short(name: str) -> str:
+    """A recipe's own name: without the folder, the suffix or the module it is in."""
+    return Path(name.removesuffix(".toml").rpartition(":")[2]).name
 
 
 def describe_run(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:

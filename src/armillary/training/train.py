@@ -107,6 +107,7 @@ class _Run:
         self._log: EventLog | None = None
         self._untold: list[tuple[str, dict[str, Any]]] = []
         self._began = time.monotonic()
+        self._nothing_left = ""
 
     def run(self) -> int:
         """Everything from reading the data to the last event; returns the exit code."""
@@ -127,6 +128,10 @@ class _Run:
                 with self._logging(console):
                     self._fail(error)
                 raise
+            if self._nothing_left:
+                if self._mesh.is_main:
+                    print(self._nothing_left, file=sys.stderr)
+                return EXIT_FINISHED
             with self._logging(console) as log:
                 try:
                     with store:  # what it has to tell comes before the end
@@ -221,7 +226,10 @@ class _Run:
                 self._tell("warning", fields)
             self._tell("message", {"step": step, "message": found.reasons[-1]})
         tokenizer = assembly.data.store.tokenizer
-        self._ranks.on_main(lambda: describe_run(self._folder, self._recipe, tokenizer))
+        if found is not None and resuming.is_end(found, self._checkpoints, self._recipe):
+            self._say_finished(found)  # the weights are of the recipe that is there, which stays
+        else:
+            self._ranks.on_main(lambda: describe_run(self._folder, self._recipe, tokenizer))
         if self._resume == "auto":
             return
         # A deliberate choice of another past: what came after it must not be resumed by mistake.
@@ -232,6 +240,16 @@ class _Run:
         self._ranks.on_main(
             lambda: resuming.remember_followed(self._folder, self._resume, self._recipe, after)
         )
+
+    def _say_finished(self, found: Found) -> None:
+        """There is no step to take; the end itself is told again unless it is in the log."""
+        message = f"{self._folder} has finished already at step {found.step:,}"
+        hint = "a longer budget, as --budget.steps, goes on from there"
+        told = self._ranks.on_main(lambda: resuming.is_told(found, self._folder, self._recipe))
+        if told and self._resume == "auto":
+            self._nothing_left = f"{message}; {hint}"
+        else:
+            self._tell("message", {"step": found.step, "message": f"{message}; {hint}"})
 
     @contextmanager
     def _logging(self, console: RunConsole) -> Iterator[EventLog]:
