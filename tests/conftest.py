@@ -11,6 +11,20 @@ import pytest
 from armillary.foundation import component
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full`: tests marked `full`, which take minutes, run too."""
+    parser.addoption("--full", action="store_true", help="run the tests marked full as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked `full`, unless asked for."""
+    if config.getoption("--full"):
+        return
+    left = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
 @pytest.fixture(autouse=True)
 def _forget_components_of_a_test() -> Iterator[None]:
     """What a user's file registered would otherwise be among the choices that errors list."""

@@ -10,6 +10,7 @@ import torch
 
 from armillary.models import Llama
 from armillary.models.layers.documents import Documents
+from armillary.models.layers.embedding import Head
 from armillary.models.layers.initializer import Initializer
 from armillary.models.layers.rope import Rope
 from model_cases import FAMILIES, build, random_tokens
@@ -61,14 +62,14 @@ def test_a_parameter_without_declared_initialisation_is_an_error() -> None:
         model.initializers()
 
 
-def test_output_functions_run_inside_the_head_on_hidden_states_and_weight() -> None:
+def test_output_functions_run_inside_the_head_on_hidden_states_and_the_head() -> None:
     model, tokens, inside = build(FAMILIES["qwen3"]), random_tokens(2, 8), []
     model.head.register_forward_pre_hook(lambda *_: inside.append("in"))
     model.head.register_forward_hook(lambda *_: inside.append("out"))
 
-    def output(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def output(hidden: torch.Tensor, head: Head) -> torch.Tensor:
         inside.append("run")
-        return hidden @ weight.mT
+        return hidden @ head.weight.mT
 
     torch.testing.assert_close(model(tokens, output=output), model(tokens))
     assert inside == ["in", "run", "out", "in", "out"]

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+
+from armillary.parallel.config import Parallel
+from armillary.parallel.data_sharding import shard_over_data
+from armillary.parallel.execution import InTurn
+from armillary.parallel.layout import Layouts
+from armillary.parallel.mesh import Mesh
+from armillary.parallel.model import ParallelModel, WholeModel
+
+
+class Experts(nn.Module):
+    """Three matrices side by side, each with a bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, width, width) / width)
+        self.up_bias = nn.Parameter(torch.zeros(3, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.einsum("bsd,efd->ebsf", x, self.up) + self.up_bias[:, None, None]).mean(0)
 
 
 class Block(nn.Module):
-    """A tall, a wide and a square matrix, a norm and a bias."""
+    """A tall, a wide and a square matrix, a stack of matrices, a norm and biases."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -17,9 +34,11 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 3 * width + 1, bias=False)  # an uneven shard on every mesh
         self.down = nn.Linear(3 * width + 1, width)
         self.mix = nn.Linear(width, width, bias=False)
+        self.experts = Experts(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mix(self.down(self.up(self.norm(x)).relu()))
+        x = x + self.mix(self.down(self.up(self.norm(x)).relu()))
+        return x + self.experts(x)
 
 
 class Toy(nn.Module):
@@ -40,25 +59,24 @@ class Toy(nn.Module):
         return self.head(self.norm(x))
 
 
-def shard(model: Toy, replicate: int, shards: int) -> None:
-    """FSDP2 for replicate = 1, HSDP otherwise; gradients are sums over ranks."""
-    if replicate == 1:
-        mesh = init_device_mesh("cpu", (shards,), mesh_dim_names=("dp_shard",))
-    else:
-        mesh = init_device_mesh(
-            "cpu", (replicate, shards), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    for module in (*model.layers.values(), model):
-        fully_shard(module, mesh=mesh)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+def shard(model: Toy, replicate: int) -> ParallelModel:
+    """FSDP over the ranks of the process group, or HSDP for replicate > 1."""
+    mesh = Mesh.create(Parallel(dp_replicate=replicate), torch.device("cpu"))
+    layouts = Layouts.of(model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shard_over_data(model, mesh, layouts, torch.float32)
+    whole = WholeModel(shapes=shapes, initializers={}, max_seq_len=5, has_experts=False)
+    return ParallelModel(
+        [model], layouts=layouts, mesh=mesh, whole=whole, executor=InTurn(model, mesh)
+    )
 
 
-def backward(model: Toy, rows: slice, seed: int = 1) -> None:
+def backward(model: Toy | ParallelModel, rows: slice, seed: int = 1) -> None:
     """The gradient of the summed loss of some rows of a fixed batch of eight."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 21, (8, 6), generator=generator)[rows]
-    logits = model(tokens[:, :-1]).flatten(0, 1)
+    (module,) = model.parts if isinstance(model, ParallelModel) else [model]
+    logits = module(tokens[:, :-1]).flatten(0, 1)
     nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum").backward()
 
 

@@ -10,74 +10,82 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallel_cases import full, tiny
+from parallel_cases import tiny, tiny_experts
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from armillary.models.layers.initializer import ONES, Initializer, truncated_normal
+from armillary.models.layers.initializer import ONES, ZEROS, Initializer, truncated_normal
 from armillary.parallel.blocks import tied_parameters
+from armillary.parallel.config import Parallel
+from armillary.parallel.execution import InTurn
+from armillary.parallel.layout import Layouts, local_ranges, local_shape
 from armillary.parallel.materialise import allocate, materialise
+from armillary.parallel.mesh import Mesh
+from armillary.parallel.model import ParallelModel, WholeModel
 from armillary.parallel.random_numbers import CHUNK, NormalStream
-from ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = {"row": (7,), "matrix": (5, 6), "wide": (2, CHUNK + 3), "cube": (3, 4, 5)}
 
 
 class Odd(nn.Module):
-    """Parameters of shapes that no number of ranks divides."""
+    """Parameters of shapes that no number of ranks divides, and a buffer that is saved."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.empty(SHAPES[name], device="meta")))
         self.gain = nn.Parameter(torch.empty(3, device="meta"))
+        self.register_buffer("bias", torch.empty(3, device="meta"))
 
     def initializers(self) -> dict[str, Initializer]:
-        return {name: truncated_normal(0.5) for name in SHAPES} | {"gain": ONES}
+        drawn = {name: truncated_normal(0.5) for name in SHAPES}
+        return drawn | {"gain": ONES, "bias": ZEROS}
 
 
 def whole(names: list[str], seed: int = 1) -> dict[str, torch.Tensor]:
     model = Odd(names)
     materialise(model, CPU, seed)
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+    return model.state_dict()
 
 
-def spread(shape: tuple[int, ...], placements: list[Placement]) -> dict[str, torch.Tensor]:
-    """The odd parameters, put together again from shards that each rank filled by itself."""
-    mesh = init_device_mesh("cpu", shape)
-    model = Odd(list(SHAPES))
-    for name in SHAPES:
-        parameter = model.get_parameter(name)
-        fitting = [
-            Replicate() if isinstance(each, Shard) and each.dim >= parameter.ndim else each
-            for each in placements
-        ]
-        setattr(model, name, nn.Parameter(distribute_tensor(parameter.data, mesh, fitting)))
-    materialise(model, CPU, 1)
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            storage = parameter.to_local().untyped_storage().nbytes()
-            assert storage == parameter.to_local().numel() * 4
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+PARALLEL = Parallel(tp=2, cp=2, dp_replicate=2, ep=4, expert_tp=2)
+CUTS = {
+    "row": [("fsdp", 0)],
+    "matrix": [("tp", 0), ("fsdp", 0)],
+    "wide": [("tp", 1), ("fsdp", 0)],
+    "cube": [("ep", 0), ("expert_tp", 2), ("expert_fsdp", 1)],
+}
 
 
-def spreads() -> list[dict[str, torch.Tensor]]:
-    return [
-        spread((4,), [Shard(0)]),
-        spread((4,), [Shard(1)]),
-        spread((2, 2), [Replicate(), Shard(0)]),
-        spread((2, 2), [Shard(1), Shard(0)]),
-        spread((2, 2), [Shard(2), Shard(2)]),
-    ]
+def part(rank: int) -> tuple[dict[str, torch.Tensor], Layouts, Mesh]:
+    """The odd parameters as one rank of 16 has them; no other rank is needed for it."""
+    mesh, model = Mesh.imagined(PARALLEL, 16, rank), Odd(list(SHAPES))
+    whole_model, layouts = WholeModel.of(model), Layouts.of(model)
+    for name, cuts in CUTS.items():
+        for axis, dim in cuts:
+            layouts.split(name, axis, dim)
+        shape = local_shape(layouts[name], mesh)
+        setattr(model, name, nn.Parameter(torch.empty(shape, device="meta")))
+    executor = InTurn(model, mesh)
+    parallel = ParallelModel(
+        [model], layouts=layouts, mesh=mesh, whole=whole_model, executor=executor
+    )
+    materialise(parallel, CPU, 1)
+    return parallel.state_dict(), layouts, mesh
 
 
-def test_shards_of_any_shape_are_parts_of_the_same_tensors() -> None:
+def test_parts_of_any_shape_are_parts_of_the_same_tensors() -> None:
     expected = whole(list(SHAPES))
-    for rank in run_ranks(spreads, 4):
-        for found in rank:
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+    seen = {name: torch.zeros_like(value, dtype=torch.int64) for name, value in expected.items()}
+    for rank in range(16):
+        tensors, layouts, mesh = part(rank)
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            own = tuple(slice(*indices) for indices in local_ranges(layouts[name], mesh))
+            assert torch.equal(tensor, expected[name][own]), (rank, name)
+            seen[name][own] += 1
+    for name, count in seen.items():  # every element is somewhere, and equally often
+        assert count.unique().numel() == 1 and count.flatten()[0] > 0, name
 
 
 def test_weights_depend_on_seed_and_name_but_on_no_other_parameter() -> None:
@@ -132,9 +140,17 @@ def test_tied_weights_are_one_parameter_again() -> None:
     assert model.embedding.weight.detach().std().item() == pytest.approx(0.02, rel=0.1)
 
 
+def test_selection_biases_start_at_zero_and_their_names_are_those_of_the_model() -> None:
+    with torch.device("meta"):
+        model = tiny_experts().build()
+    materialise(model, CPU, 0)
+    bias = model.state_dict()["layers.1.feed_forward.router.expert_bias"]
+    assert torch.equal(bias, torch.zeros(4))
+
+
 def test_what_would_stay_undefined_is_refused() -> None:
     model = nn.Module()
-    model.register_buffer("table", torch.empty(2, device="meta"))
+    model.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
     with pytest.raises(AssertionError, match=r"buffers \['table'\] would be undefined"):
         allocate(model, CPU)
     odd = Odd(["row"])

@@ -57,6 +57,10 @@ CASES = {
         "FSDP 2, tied": _on(Parallel(), tied=True, microbatches=2),
         "DDP 2, tied": _on(Parallel(dp_replicate=2), tied=True),
         "FSDP 2, recomputed and compiled": _on(Parallel(), RECOMPUTED_COMPILED, microbatches=2),
+        "FSDP 2, experts": _on(Parallel(), experts=True, microbatches=2),
+        "FSDP 2, kept on the host, nothing gathered ahead": _on(
+            Parallel(cpu_offload=True, prefetch=0), microbatches=2
+        ),
         "FSDP 2, bfloat16": _on(Parallel(), BF16),
         "DDP 2, bfloat16": _on(Parallel(dp_replicate=2), BF16, microbatches=2),
     },
@@ -69,24 +73,33 @@ CASES = {
         ),
         "HSDP 2x2, bfloat16": _on(Parallel(dp_replicate=2), BF16),
         "HSDP 2x2, tied": _on(Parallel(dp_replicate=2), tied=True, microbatches=2),
+        "HSDP 2x2, experts": _on(Parallel(dp_replicate=2), experts=True),
+        "FSDP 4, experts cut along rows": _on(Parallel(ep=2, prefetch=2), experts=True),
+        "FSDP 4 x EP 4": _on(Parallel(ep=4), experts=True, microbatches=2),
+        "TP 2 x FSDP 2, tied": _on(Parallel(tp=2), tied=True, microbatches=2),
+        "TP 2 x FSDP 2, experts": _on(Parallel(tp=2, ep=2, expert_tp=2), experts=True),
+        "CP 2 x FSDP 2": _on(Parallel(cp=2), microbatches=2),
+        "PP 2 x FSDP 2, tied": _on(Parallel(pp=2), tied=True, microbatches=2),
+        "PP 2 x TP 2, experts": _on(Parallel(pp=2, tp=2), experts=True, microbatches=2),
     },
 }
 TOLERANCE = 1e-6
 """Relative: the order of float32 sums (measured: 2e-7)."""
-Kind = tuple[str, bool, int]
+Kind = tuple[str, bool, bool, int]
 
 
 def _kind(case: Case, ranks: int = 1) -> Kind:
     """What decides the answer. In bfloat16 a part's gradient is rounded before parts are added."""
     in_bfloat16 = case.scale.precision == BF16.precision
     parts = case.microbatches * ranks if in_bfloat16 else 1
-    return case.scale.precision.compute, case.tied, parts
+    return case.scale.precision.compute, case.tied, case.experts, parts
 
 
 @pytest.fixture(scope="module")
 def oracles() -> dict[Kind, Trace]:
     """By one process."""
-    cases = [Case(scale=PLAIN), Case(scale=PLAIN, tied=True)]
+    cases = [Case(scale=PLAIN, tied=tied) for tied in (False, True)]
+    cases += [Case(scale=PLAIN, experts=True)]
     cases += [Case(scale=BF16, microbatches=parts) for parts in (1, 2, 4)]
     return dict(zip(map(_kind, cases), traces(cases), strict=True))
 
@@ -98,9 +111,11 @@ def assert_same(
     assert trace.names == oracle.names
     assert trace.initial == oracle.initial
     assert trace.losses == pytest.approx(oracle.losses, rel=loss_tolerance)
+    assert trace.norm == pytest.approx(oracle.norm, rel=tolerance)
+    assert trace.norms == pytest.approx(oracle.norms, rel=tolerance)
+    assert trace.statistics == pytest.approx(oracle.statistics, rel=TOLERANCE)
     assert trace.gradients.keys() == oracle.gradients.keys()
     for name, expected in oracle.gradients.items():
-        assert trace.gradients[name].dtype == torch.float32
         error = (trace.gradients[name] - expected).norm() / expected.norm()
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
@@ -122,7 +137,7 @@ def test_in_bfloat16_a_finer_split_only_rounds_more_partial_gradients(
     oracles: dict[Kind, Trace],
 ) -> None:
     for parts in (2, 4):  # measured: losses 1e-7, gradients 2.6e-3 (a rounding is up to 2^-9)
-        whole, split = oracles["bfloat16", False, 1], oracles["bfloat16", False, parts]
+        whole, split = (oracles["bfloat16", False, False, count] for count in (1, parts))
         assert_same(split, whole, tolerance=5e-3, loss_tolerance=1e-5)
 
 

@@ -24,18 +24,6 @@ def answers() -> dict[str, Any]:
     }
 
 
-def meshes() -> list[tuple[dict[str, int], int, int, float, int]]:
-    found = []
-    for parallel in (Parallel(), Parallel(dp_replicate=2), Parallel(dp_replicate=-1, dp_shard=1)):
-        mesh = Mesh.create(parallel, CPU)
-        own = torch.tensor(float(mesh.data_rank + 1))
-        total = mesh.sum_over_data(own).item()
-        assert own == mesh.data_rank + 1
-        count = mesh.sum_over_data(torch.tensor([2**40])).item()
-        found.append((mesh.axes, mesh.data_rank, mesh.data_size, total, int(count)))
-    return found
-
-
 def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -46,10 +34,6 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
         "group made": False,
     }
     process.destroy()
-    mesh = Mesh.create(Parallel(), CPU)
-    assert (mesh.axes, mesh.data_rank, mesh.data_size) == ({"dp_replicate": 1, "dp_shard": 1}, 0, 1)
-    assert mesh.is_main and mesh.device_mesh is None
-    assert mesh.sum_over_data(torch.tensor(3.0)) == 3.0
 
 
 def test_ranks_know_their_place() -> None:
@@ -60,16 +44,6 @@ def test_ranks_know_their_place() -> None:
             "size": 2,
             "group made": False,
         }
-
-
-def test_a_mesh_splits_the_batch_into_as_many_parts_as_ranks() -> None:
-    axes = [
-        {"dp_replicate": 1, "dp_shard": 4},
-        {"dp_replicate": 2, "dp_shard": 2},
-        {"dp_replicate": 4, "dp_shard": 1},
-    ]
-    for rank, found in enumerate(run_ranks(meshes, 4)):
-        assert found == [(each, rank, 4, 10.0, 2**42) for each in axes]
 
 
 def test_what_is_wrong_with_the_surroundings_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

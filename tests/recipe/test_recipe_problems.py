@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from armillary.cli.recipe_arguments import resolve
-from armillary.recipe import problems
+from armillary.parallel import Parallel
+from armillary.parallel.account import Account
+from armillary.parallel.schedules import SCHEDULES
+from armillary.recipe import get, problems
 from snapshots import assert_matches_snapshot
 
 SNAPSHOTS = Path(__file__).parent / "snapshots" / "problems"
@@ -44,6 +52,30 @@ CASES = {
     "beyond_the_end": ("--validation.final-stride 512 --telemetry.profile-from 5000", 1),
     "heads": ("--model.n-kv-heads 3", 1),
     "mesh": ("--parallel.dp-shard 3", 4),
+    "model_and_mesh": (
+        "--parallel.pp 16 --parallel.tp 8 --parallel.ep 2 --model.n-kv-heads 4",
+        128,
+    ),
+    "sequence_and_mesh": ("--budget.seq-len 100 --parallel.cp 8 --parallel.tp 4", 32),
+    "sequence_and_tp": ("--budget.seq-len 130 --budget.batch-tokens 2080 --parallel.tp 4", 8),
+    "heads_for_tokens": (
+        "--parallel.context ulysses --parallel.cp 4 --parallel.tp 4 --model.attention varlen",
+        16,
+    ),
+    "keys_elsewhere": ("--parallel.context ring --parallel.cp 2 --model.attention flex", 2),
+    "layers_of_stages": (
+        "--parallel.pp 2 --parallel.stage-layers 3,4 --budget.microbatch-sequences 1",
+        2,
+    ),
+    "pipeline_unfed": ("--parallel.pp 4", 4),
+    "pipeline_in_rounds": (
+        "--parallel.pp 2 --parallel.schedule Interleaved1F1B --budget.batch-tokens 1920 "
+        "--budget.microbatch-sequences 3",
+        2,
+    ),
+    "pipeline_starved": ("--parallel.pp 8 --budget.microbatch-sequences 1", 64),
+    "everything_of_the_mesh": ("--parallel.tp 3 --parallel.cp 3", 8),
+    "budget_of_memory": ("--activation-checkpoint memory-budget", 1),
     "compute_dtype": ("--precision.compute float16", 1),
     "numbers_out_of_range": (
         "--seed -1 --budget.steps 0 --budget.batch-tokens -5 --budget.seq-len 0 "
@@ -88,6 +120,47 @@ def test_the_proposed_batch_is_legal(typed: str, world_size: int) -> None:
             assert fix is not None
             recipe = resolve(["debug", *typed.split(), *fix.split()]).recipe
     assert [p for p in problems(recipe, world_size) if "budget" in p.message] == []
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "pp": st.sampled_from([1, 1, 2, 3, 4, 8]), "cp": st.sampled_from([1, 1, 2, 3, 4]),
+            "tp": st.sampled_from([1, 1, 2, 3, 4, 8]), "ep": st.sampled_from([1, 1, 2, 4]),
+            "dp_shard": st.sampled_from([-1, 1, 2]),
+            "context": st.sampled_from(["all-gather", "ring", "ulysses"]),
+            "schedule": st.sampled_from([*SCHEDULES]),
+        }
+    ),
+    st.sampled_from([1, 2, 4, 8, 12, 16]),
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from([24, 128]),
+)  # fmt: skip
+def test_a_recipe_without_problems_can_be_cut_and_what_is_proposed_helps(
+    parallel: dict[str, Any], world_size: int, microbatch: int, seq_len: int
+) -> None:
+    debug = get("debug")
+    budget = replace(
+        debug.budget, seq_len=seq_len, batch_tokens=48 * seq_len, microbatch_sequences=microbatch
+    )
+    recipe = replace(debug, parallel=Parallel(**parallel), budget=budget)
+    found = problems(recipe, world_size, data=False)
+    typed = ["debug"]
+    for field, value in parallel.items():
+        typed += [f"--parallel.{field}", str(value)]
+    typed += [f"--budget.{name}={getattr(budget, name)}" for name in ("seq_len", "batch_tokens")]
+    typed.append(f"--budget.microbatch_sequences={microbatch}")
+    assert resolve(typed).recipe == recipe
+    for _ in range(8):  # one fix may uncover the next problem
+        fixes = [problem.fix for problem in found if problem.fix is not None]
+        typed += [word for fix in fixes for word in shlex.split(fix)]
+        recipe = resolve(typed).recipe
+        found = problems(recipe, world_size, data=False)
+    assert found == [], [problem.render() for problem in found]
+    books = Account(recipe.model, recipe.parallel, recipe.optimizer, world_size)
+    last = books.rank(world_size - 1)
+    assert last.parameters and list(last.stages)
 
 
 def test_what_only_the_data_machine_knows_can_be_left_out() -> None:

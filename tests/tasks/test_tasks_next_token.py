@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from armillary.data.batch import Batch
 from armillary.foundation.component import choices_of
 from armillary.models.layers.documents import Documents
+from armillary.models.layers.embedding import Head
 from armillary.tasks.next_token import NextToken
 from armillary.tasks.task import TaskConfig
 
@@ -21,13 +22,14 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11, bias=False)
+        self.head = Head(6, 11, std=0.4)
+        nn.init.normal_(self.head.weight, std=0.4)
         self.seen: list[Documents | None] = []
 
     def forward(self, tokens, documents=None, *, output=None):
         self.seen.append(documents)
         hidden = torch.tanh(self.embedding(tokens))
-        return output(hidden, self.head.weight) if output else self.head(hidden)
+        return self.head(hidden, output)
 
 
 def ragged_batch() -> Batch:

@@ -4,12 +4,16 @@ Names: `model.<parameter>` and `optimizer.<parameter>.<key>`, with the parameter
 model file has it: wrappers that compile or recompute leave no trace, and neither do parameter
 groups or the number of optimizers. A tied parameter is there once, under its first name. The
 tensors are the live ones, so that loading fills the model in place.
+
+Of a model that is spread over ranks, each tensor is a view of the whole over what is here
+(`ParallelModel.whole_view`), so neither the names nor the shapes of a checkpoint know of the mesh;
+the parts that ranks hold, stages of a pipeline among them, are together the plain model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,7 @@ from armillary.checkpoint.tensors import (
     read_tensors,
     require_match,
     stored_tensors,
+    wanted_by_all,
 )
 
 if TYPE_CHECKING:
@@ -31,24 +36,39 @@ if TYPE_CHECKING:
 State = dict[str, dict[str, Tensor]]
 
 
-def gather_state(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> State:
+@runtime_checkable
+class Spread(Protocol):
+    """What a rank holds of a model; `ParallelModel` is one."""
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Parameters and persistent buffers held here, by the names of the plain model."""
+
+    def whole_view(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or anything cut as it is, as a view of the whole."""
+
+
+Model = nn.Module | Spread
+"""A model whose tensors are whole, or show it as DTensors; or what a rank holds of one."""
+
+
+def gather_state(model: Model, optimizers: Sequence[Optimizer] = ()) -> State:
     """`{"model": {name: tensor}, "optimizer": {name.key: tensor}}`, live and detached.
 
     Counters that an optimizer keeps as python numbers become scalar tensors; `apply_state` puts
     them back.
     """
     named = _named_tensors(model)
-    state: State = {"model": {name: tensor.detach() for name, tensor in named.items()}}
+    state: State = {"model": {n: _whole(model, n, tensor, tensor) for n, tensor in named.items()}}
     if optimizers:
         state["optimizer"] = {
-            f"{name}.{key}": _as_tensor(value, f"{name}.{key}")
+            f"{name}.{key}": _whole(model, name, named[name], _as_tensor(value, f"{name}.{key}"))
             for name, values in _optimizer_states(named, optimizers)
             for key, value in values.items()
         }
     return state
 
 
-def apply_state(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def apply_state(state: State, model: Model, optimizers: Sequence[Optimizer]) -> None:
     """Ends a load into `gather_state`'s tensors: puts python numbers back into the optimizers."""
     for name, values in _optimizer_states(_named_tensors(model), optimizers):
         for key, value in values.items():
@@ -85,7 +105,7 @@ def initialise_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def restore_training(
-    store: CheckpointStore, found: Found, model: nn.Module, optimizers: Sequence[Optimizer]
+    store: CheckpointStore, found: Found, model: Model, optimizers: Sequence[Optimizer]
 ) -> tuple[dict[str, Any], bytes | None]:
     """Loads a checkpoint into a model and its optimizers, exactly, on whatever mesh they are.
 
@@ -106,7 +126,7 @@ def restore_training(
     return result
 
 
-def restore_model(found: Found, model: nn.Module) -> None:
+def restore_model(found: Found, model: Model) -> None:
     """Loads the weights alone, for inference; in one process or, called by all ranks, in many.
 
     Raises:
@@ -114,9 +134,10 @@ def restore_model(found: Found, model: nn.Module) -> None:
         RunError: a file could not be read.
     """
     wanted = flatten(gather_state(model))
-    require_match(found.path, wanted, stored_tensors(found.path), ignore=("optimizer.",))
     ranks = Ranks()
     try:
+        stored = stored_tensors(found.path)
+        require_match(found.path, wanted_by_all(wanted, ranks), stored, ignore=("optimizer.",))
         read_tensors(found.path, wanted, ranks.group)
     finally:
         ranks.close()
@@ -139,7 +160,14 @@ def _drop_states_never_made(
                 del optimizer.state[p]
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _whole(model: Model, name: str, tensor: Tensor, value: Tensor) -> Tensor:
+    """A tensor of the model, or a value of its optimizer that may be cut like it, as a whole."""
+    if isinstance(model, Spread) and value.shape == tensor.shape:
+        return model.whole_view(name, value.detach())
+    return value.detach()
+
+
+def _named_tensors(model: Model) -> dict[str, Tensor]:
     """Parameters and persistent buffers, tied ones once."""
     named: dict[str, Tensor] = {}
     seen: set[int] = set()

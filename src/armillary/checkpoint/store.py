@@ -42,6 +42,7 @@ from armillary.checkpoint.tensors import (
     require_match,
     stage,
     stored_tensors,
+    wanted_by_all,
     write_tensors,
 )
 from armillary.foundation.errors import Problem, RunError
@@ -205,7 +206,7 @@ class CheckpointStore:
         """
         self.wait()
         flat = flatten(tensors)
-        require_match(found.path, flat, stored_tensors(found.path))
+        require_match(found.path, wanted_by_all(flat, self._ranks), stored_tensors(found.path))
         read_tensors(found.path, flat, self._ranks.group)
         scalars = json.loads((found.path / STATE_NAME).read_text(encoding="utf-8"))
         own = rng_name(self._ranks.rank)

@@ -6,6 +6,7 @@ hold in common is written once, and any mesh can read what any other wrote.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from armillary.checkpoint.ranks import Failure
+from armillary.checkpoint.ranks import Failure, Ranks
 from armillary.foundation.errors import Problem, RunError, UserError
 
 # DCP warns whenever it runs without a process group; one process is a mesh, not a mistake.
@@ -37,6 +38,19 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def wanted_by_all(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Stored]:
+    """Names, global shapes and dtypes of the tensors that any rank holds, on every rank.
+
+    Stages of a pipeline hold different ones; of ranks that hold the same, one speaks.
+    """
+    own = {name: Stored(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    digest = hashlib.sha256(repr(sorted((n, s.shape, s.dtype) for n, s in own.items())).encode())
+    digests = ranks.together(digest.hexdigest)
+    speaks = digests.index(digests[ranks.rank]) == ranks.rank
+    tables = ranks.together(lambda: own if speaks else {})
+    return {name: stored for table in tables for name, stored in table.items()}
 
 
 def flatten(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -119,28 +133,28 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
 
 def require_match(
     folder: Path,
-    wanted: Mapping[str, Tensor],
+    wanted: Mapping[str, Stored],
     stored: Mapping[str, Stored],
     ignore: tuple[str, ...] = (),
 ) -> None:
     """Checks names, shapes and dtypes both ways; stored names that start with one in `ignore` may
-    stay unread.
+    stay unread. What is wanted is what all ranks together want, see `wanted_by_all`.
 
     Raises:
         UserError: one problem for each kind of mismatch, naming the tensors.
     """
     missing = [name for name in wanted if name not in stored]
     unread = [name for name in stored if name not in wanted and not name.startswith(ignore)]
-    both = [(name, tensor, stored[name]) for name, tensor in wanted.items() if name in stored]
+    both = [(name, own, stored[name]) for name, own in wanted.items() if name in stored]
     shapes = [
-        f"{name} (checkpoint {list(disk.shape)}, model {list(tensor.shape)})"
-        for name, tensor, disk in both
-        if tuple(tensor.shape) != disk.shape
+        f"{name} (checkpoint {list(disk.shape)}, model {list(own.shape)})"
+        for name, own, disk in both
+        if own.shape != disk.shape
     ]
     dtypes = [
-        f"{name} (checkpoint {disk.dtype}, model {tensor.dtype})"
-        for name, tensor, disk in both
-        if tensor.dtype != disk.dtype
+        f"{name} (checkpoint {disk.dtype}, model {own.dtype})"
+        for name, own, disk in both
+        if own.dtype != disk.dtype
     ]
     kinds = {
         "lacks tensors that this recipe needs": missing,

@@ -50,6 +50,9 @@ COMMANDS = {
     "data": Command(
         "armillary.cli.data_command", "build, inspect and verify the tokens of a recipe"
     ),
+    "mesh": Command(
+        "armillary.cli.mesh_command", "who would hold what, on any number of ranks; starts nothing"
+    ),
     "generate": Command("armillary.cli.generate_command", "write text with a trained model"),
     "runs": Command("armillary.cli.runs_command", "list runs, show one"),
     "doctor": Command(

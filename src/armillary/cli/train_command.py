@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
                 folder=folder.expanduser(),
                 resume=arguments.resume,
                 stop=stop,
+                checked=True,
             )
         stop.check()
     from armillary.launch.local import launch

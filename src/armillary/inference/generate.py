@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.foundation.errors import Problem, UserError
@@ -20,6 +19,7 @@ from armillary.inference.sampling import choose, is_temperature, uniform_draws
 from armillary.models.decoder import Decoder
 from armillary.models.layers.cache import KeyValueCache
 from armillary.models.layers.documents import Documents
+from armillary.models.layers.embedding import Head
 
 OnToken = Callable[[int, int], None]
 """Told (row, token) as soon as a token is chosen."""
@@ -150,10 +150,9 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
     return torch.tensor(rows, device=device), Documents.from_lengths(lengths, device)
 
 
-def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _last_logits(hidden: Tensor, head: Head) -> Tensor:
     """Logits `[B, V]` of the last column only."""
-    last = hidden[:, -1]
-    return F.linear(last, weight.to(last.dtype))
+    return head.logits(hidden[:, -1])
 
 
 def _uncompiled() -> AbstractContextManager[None]:

@@ -66,3 +66,30 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos[:, None], sin[:, None]  # [B, 1, S, P/2]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    *,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to the keys j with starts[b, i] <= key_index[j] <= query_index[i], and its lse.
+
+    lse = log sum_j exp(score_j); where nothing is seen, out is 0 and lse -inf.
+    """
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.repeat_interleave(groups, dim=1).mT * scale  # [B, H, Sq, Sk]
+    allowed = (key_index <= query_index[:, None])[None]  # [1, Sq, Sk]
+    if starts is not None:
+        allowed = allowed & (key_index >= starts[:, :, None])  # [B, Sq, Sk]
+    blind = ~allowed.any(-1)[:, None]  # [B or 1, 1, Sq]
+    scores = scores.masked_fill(~(allowed[:, None] | blind[..., None]), -torch.inf)
+    out = scores.softmax(dim=-1) @ value.repeat_interleave(groups, dim=1)
+    lse = scores.logsumexp(dim=-1)
+    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)

@@ -44,6 +44,18 @@ class ModelConfig(Component, ABC):
     def problems(self, seq_len: int) -> list[Problem]:
         """What is inconsistent, all at once; empty if rows of `seq_len` tokens can be trained."""
 
+    def divisors(self) -> dict[str, dict[str, int]]:
+        """By parallel axis, the fields that its degree must divide, as {field: value}.
+
+        Axes: tp, ulysses (context parallelism by heads, after tp), ep, expert_tp. For pp the value
+        is the most stages there can be.
+        """
+        return {}
+
+    def refusals(self) -> dict[str, str]:
+        """By parallel axis, why this model cannot be split along it; empty: along all of them."""
+        return {}
+
     def device_problems(self, device_type: str, compute_dtype: str = "bfloat16") -> list[Problem]:
         """What keeps the model from being trained on such a device; needs torch to ask it.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,15 @@ from armillary.models.layers.documents import Documents
 from armillary.models.layers.embedding import Embedding, Head, Output
 from armillary.models.layers.initializer import Initializer
 from armillary.models.layers.rope import Rope, RotaryTables
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderContext:
+    """What all blocks of one forward pass share."""
+
+    rope: RotaryTables
+    visible: Mapping[int | None, Visible]
+    """Which keys each query sees, by the window of the block."""
 
 
 class Decoder(nn.Module):
@@ -53,37 +63,53 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         output: Output | None = None,
     ) -> Tensor:
-        """Logits `[B, S, V]` of tokens `[B, S]`, or `output(hidden, head weight)`.
+        """Logits `[B, S, V]` of tokens `[B, S]`, or `output(hidden, head)`.
 
         Args:
             tokens: token ids.
             documents: how rows are packed; None: each row is one document.
             cache: what was read before these tokens; it is extended by them.
-            output: function of hidden `[B, S, D]` and weight `[V, D]`, run inside the head.
+            output: function of hidden `[B, S, D]` and the head, run inside the head.
         """
-        rope, visible = self._context(tokens, documents, cache)
-        hidden = self.embedding(tokens)
-        for name, layer in self.layers.items():
-            if cache is None:
-                hidden = layer(hidden, rope, visible)
-            else:
-                hidden = layer(hidden, rope, visible, cache.layers[name])
+        context = self.context(tokens, documents, cache)
+        hidden = self.run(self.embedding(tokens), context, cache)
         logits: Tensor = self.head(self.norm(hidden), output)
         return logits
 
-    def _context(
-        self, tokens: Tensor, documents: Documents | None, cache: KeyValueCache | None
-    ) -> tuple[RotaryTables, Visible]:
-        """Rotary tables and visible keys of this pass, shared by all blocks."""
+    def run(
+        self, hidden: Tensor, context: DecoderContext, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Hidden `[B, S, D]` through the blocks that are here."""
+        for name, layer in self.layers.items():
+            visible = context.visible[getattr(layer, "window", None)]
+            if cache is None:
+                hidden = layer(hidden, context.rope, visible)
+            else:
+                hidden = layer(hidden, context.rope, visible, cache.layers[name])
+        return hidden
+
+    def context(
+        self, tokens: Tensor, documents: Documents | None, cache: KeyValueCache | None = None
+    ) -> DecoderContext:
+        """Rotary tables and visible keys of this pass, made once for all blocks."""
+        windows = {getattr(layer, "window", None) for layer in self.layers.values()}
         if cache is not None:
-            positions, mask = cache.extend(tokens, documents)
-            return self.rope.tables(positions), mask
+            positions, masks = cache.extend(tokens, documents, windows)
+            return DecoderContext(self.rope.tables(positions), masks)
         if documents is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         else:
             positions = documents.positions
+        visible = {window: self.prepare(documents, tokens, window) for window in windows}
+        return DecoderContext(self.rope.tables(positions), visible)
+
+    def prepare(self, documents: Documents | None, tokens: Tensor, window: int | None) -> Visible:
+        """What queries at tokens `[B, S]` see, in the form the attention backend reads."""
+        if window is not None:
+            documents = documents or Documents.whole_rows(tokens)
+            documents = documents.within(window)
         backend = backend_for(self.attention, tokens.device.type, self.rope.head_dim)
-        return self.rope.tables(positions), backend.prepare(documents, tokens)
+        return backend.prepare(documents, tokens)
 
     def initializers(self) -> dict[str, Initializer]:
         """How each parameter starts, by its name; a tied weight starts as the embedding does.

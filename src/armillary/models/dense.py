@@ -148,6 +148,15 @@ class DenseDecoder(ModelConfig):
         )
         return attention_problems(self.attention, conditions)
 
+    def divisors(self) -> dict[str, dict[str, int]]:
+        """See `ModelConfig.divisors`."""
+        heads = {"model.n_heads": self.n_heads, "model.n_kv_heads": self.n_kv_heads}
+        return {
+            "tp": heads | {"model.ffn_dim": self.ffn_dim},
+            "ulysses": {"model.n_heads": self.n_heads},
+            "pp": {"model.n_layers": self.n_layers},
+        }
+
     def _size_problems(self) -> list[Problem]:
         names = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         positive = (*names, "max_seq_len", "norm_eps", "rope_theta", "init_std")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from armillary.foundation.errors import Problem, UserError, nearest
+
+Row = TypeVar("Row")
 
 
 class Size(NamedTuple):
@@ -25,6 +27,11 @@ class Size(NamedTuple):
 
 
 def size_named(family: str, name: str, table: Mapping[str, Size]) -> Size:
+    """See `named`, for the rows of dense families."""
+    return named(family, name, table)
+
+
+def named(family: str, name: str, table: Mapping[str, Row]) -> Row:
     """The row called `name`.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules and gradient clipping. See docs/optim.md."""
+"""Optimizers and learning-rate schedules. See docs/optim.md."""

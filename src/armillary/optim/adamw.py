@@ -12,15 +12,16 @@ from armillary.optim.config import OptimizerConfig
 from armillary.optim.groups import (
     NO_DECAY,
     Group,
+    Named,
     named_parameters,
     pattern_problems,
     range_problems,
     split_by_decay,
+    whole_shapes,
 )
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from armillary.optim.optimizers import Optimizers
 
@@ -54,19 +55,18 @@ class AdamW(OptimizerConfig):
             ]
         )
 
-    def build(self, model: nn.Module) -> Optimizers:
+    def build(self, model: Named) -> Optimizers:
         """See `OptimizerConfig.build`."""
         from armillary.optim.optimizers import Optimizers
 
-        named = named_parameters(model)
         problems = self.problems() + pattern_problems(
-            "optimizer.no-decay", self.no_decay, list(named), NO_DECAY
+            "optimizer.no-decay", self.no_decay, list(whole_shapes(model)), NO_DECAY
         )
         if problems:
             raise UserError(problems)
-        groups = split_by_decay(named, self.no_decay, self.weight_decay)
+        groups = split_by_decay(named_parameters(model), self.no_decay, self.weight_decay)
         optimizer = build_adamw(groups, lr=self.lr, betas=self.betas, eps=self.eps)
-        return Optimizers([optimizer])
+        return Optimizers([optimizer], rate=self.lr)
 
 
 def adamw_checks(

@@ -9,8 +9,7 @@ from armillary.foundation.component import Component
 from armillary.foundation.errors import Problem
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from armillary.optim.groups import Named
     from armillary.optim.optimizers import Optimizers
 
 
@@ -24,8 +23,8 @@ class OptimizerConfig(Component, ABC):
         """What is wrong with the values, whatever the model."""
 
     @abstractmethod
-    def build(self, model: nn.Module) -> Optimizers:
-        """The optimizers of a model, whose parameters may be sharded already.
+    def build(self, model: Named) -> Optimizers:
+        """The optimizers of what this rank holds of a model, all passes and first weights behind.
 
         Raises:
             UserError: a value is out of range, or a pattern matches no parameter.

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from armillary.foundation.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-NO_DECAY = ("*norm.weight", "*.bias", "embedding.weight")
-"""Norms, biases and embeddings: what is not decayed unless the recipe says otherwise."""
+NO_DECAY = ("*norm.weight", "*bias", "*sinks", "embedding.weight")
+"""Norms, biases, sinks and embeddings: what is not decayed unless the recipe says otherwise."""
+
+
+class Named(Protocol):
+    """A model as optimizers see it: a module, or what a rank holds of one."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Parameters by the names that the model's file gives them; tied ones once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,21 @@ class Group:
     weight_decay: float
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def named_parameters(model: Named) -> dict[str, nn.Parameter]:
     """Trainable parameters by the names that the model's file gives them; tied ones once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def whole_shapes(model: Named) -> Mapping[str, Sequence[int]]:
+    """Shapes of all parameters of the whole model, of which this rank may hold a part.
+
+    Patterns are checked against these, so that every rank refuses the same ones.
+    """
+    whole = getattr(model, "whole", None)
+    if whole is None:
+        return {name: p.shape for name, p in model.named_parameters()}
+    shapes: Mapping[str, Sequence[int]] = whole.shapes
+    return shapes
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

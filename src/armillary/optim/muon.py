@@ -7,6 +7,7 @@ scalable for LLM training", arXiv 2502.16982).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -16,12 +17,13 @@ from armillary.optim.adamw import adamw_checks, build_adamw
 from armillary.optim.config import OptimizerConfig
 from armillary.optim.groups import (
     NO_DECAY,
-    Group,
+    Named,
     matches,
     named_parameters,
     pattern_problems,
     range_problems,
     split_by_decay,
+    whole_shapes,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class Muon(OptimizerConfig):
     """Where the iterations run: bfloat16, as published, or float32, which a run needs whose losses
     shall not depend on the mesh beyond float32's own rounding."""
     matrices: tuple[str, ...] = ("layers.*",)
-    """Shell-style patterns of the parameters that Muon updates, of those with two dims."""
+    """Shell-style patterns of the parameters that Muon updates, of those that are matrices: two
+    dims, or three for the matrices of experts side by side, and no bias."""
     adamw_lr: float = 2e-3
     """Peak learning rate of everything else."""
     adamw_betas: tuple[float, float] = (0.9, 0.95)
@@ -96,57 +99,45 @@ class Muon(OptimizerConfig):
             ]
         )
 
-    def build(self, model: nn.Module) -> Optimizers:
+    def build(self, model: Named) -> Optimizers:
         """See `OptimizerConfig.build`."""
         from armillary.optim.optimizers import Optimizers
 
-        named = named_parameters(model)
-        # A parameter's dims are those of the whole matrix, sharded or not.
-        matrices = {n: p for n, p in named.items() if p.ndim == 2 and matches(n, self.matrices)}
+        shapes = whole_shapes(model)
+        candidates = [name for name, shape in shapes.items() if _is_matrix(name, shape)]
         problems = [
             *self.problems(),
-            *pattern_problems(
-                "optimizer.matrices",
-                self.matrices,
-                [n for n, p in named.items() if p.ndim == 2],
-                (),
-            ),
-            *pattern_problems("optimizer.no-decay", self.no_decay, list(named), NO_DECAY),
+            *pattern_problems("optimizer.matrices", self.matrices, candidates, ()),
+            *pattern_problems("optimizer.no-decay", self.no_decay, list(shapes), NO_DECAY),
         ]
         if problems:
             raise UserError(problems)
-        rest = {name: p for name, p in named.items() if name not in matrices}
+        chosen = {name for name in candidates if matches(name, self.matrices)}
+        named = named_parameters(model)
+        matrices = {name: p for name, p in named.items() if name in chosen}
+        rest = {name: p for name, p in named.items() if name not in chosen}
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            optimizers.append(
-                self._muon(split_by_decay(matrices, self.no_decay, self.weight_decay))
-            )
+            optimizers.append(self._muon(model, matrices))
         if rest:
             groups = split_by_decay(rest, self.no_decay, self.weight_decay)
             optimizers.append(
                 build_adamw(groups, lr=self.adamw_lr, betas=self.adamw_betas, eps=self.adamw_eps)
             )
-        return Optimizers(optimizers)
+        return Optimizers(optimizers, rate=self.lr)
 
-    def _muon(self, groups: list[Group]) -> torch.optim.Optimizer:
+    def _muon(self, model: Named, matrices: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         import torch
-        from torch.distributed.tensor import DTensor
 
-        from armillary.optim.gathered_muon import GatheredMuon
+        from armillary.optim.gathered_muon import GatheredMuon, Held, Whole
 
-        sharded = any(isinstance(p, DTensor) for group in groups for p in group.parameters)
-        parameters = [{"params": g.parameters, "weight_decay": g.weight_decay} for g in groups]
-        if not sharded and self.ns_dtype == "bfloat16":
-            return torch.optim.Muon(
-                parameters,
-                lr=self.lr,
-                momentum=self.momentum,
-                nesterov=self.nesterov,
-                ns_steps=self.ns_steps,
-                adjust_lr_fn=self.adjust_lr,
-            )
         return GatheredMuon(
-            parameters,
+            [
+                {"params": group.parameters, "weight_decay": group.weight_decay}
+                for group in split_by_decay(matrices, self.no_decay, self.weight_decay)
+            ],
+            names={parameter: name for name, parameter in matrices.items()},
+            held=model if isinstance(model, Held) else Whole(),
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,
@@ -154,3 +145,8 @@ class Muon(OptimizerConfig):
             adjust_lr_fn=self.adjust_lr,
             ns_dtype=getattr(torch, self.ns_dtype),
         )
+
+
+def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix or a stack of them, by the shape of the whole."""
+    return len(shape) in (2, 3) and not name.endswith("bias")

@@ -12,10 +12,12 @@ class Optimizers:
 
     Args:
         optimizers: torch optimizers over disjoint parameters.
+        rate: peak learning rate to report, the same on ranks that hold different parameters.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, rate: float) -> None:
         self.optimizers = list(optimizers)
+        self._rate, self._factor = rate, 1.0
         self._base_rates = [
             [float(group["lr"]) for group in optimizer.param_groups]
             for optimizer in self.optimizers
@@ -33,11 +35,12 @@ class Optimizers:
 
     def set_factor(self, factor: float) -> None:
         """Sets every group's learning rate to its own base rate times `factor`."""
+        self._factor = factor
         for optimizer, rates in zip(self.optimizers, self._base_rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
 
     @property
     def learning_rate(self) -> float:
-        """The current rate of the first group: for Muon, that of the matrices."""
-        return float(self.optimizers[0].param_groups[0]["lr"])
+        """The current rate: for Muon, that of the matrices."""
+        return self._rate * self._factor

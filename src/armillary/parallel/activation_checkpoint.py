@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -15,8 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 from armillary.foundation.errors import UserError
-from armillary.parallel.blocks import blocks_of
-from armillary.parallel.config import ActivationCheckpointConfig
+from armillary.models.layers.recompute import recomputation, recompute_contexts
+from armillary.parallel.activation_checkpoint_config import ActivationCheckpointConfig
 from armillary.parallel.operators import operators_named
 
 
@@ -32,16 +33,25 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
     """
     if problems := config.problems():
         raise UserError(problems)
-    for index, block in enumerate(blocks_of(model)):
-        kept = config.kept(index)
+    for name, block in model.layers.items():  # type: ignore[operator, union-attr]
+        kept = config.kept(int(name))  # a stage's blocks keep their numbers
         if kept is not None:
-            block.forward = _checkpointed(block.forward, kept)
+            block.forward = _checkpointed(block.forward, kept, counts=_counts(block))
+        if config.offloads:
+            block.forward = _offloaded(block.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], kept: tuple[str, ...]) -> Callable[..., Any]:
+def _counts(block: nn.Module) -> bool:
+    """Whether a forward pass leaves something behind that its repetition must not double."""
+    return any(hasattr(module, "end_step") for module in block.modules())
+
+
+def _checkpointed(
+    forward: Callable[..., Any], kept: tuple[str, ...], *, counts: bool
+) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False}
-    if kept:
-        options["context_fn"] = _contexts(kept)
+    if kept or counts:
+        options["context_fn"] = _contexts(kept, counts)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -52,11 +62,35 @@ def _checkpointed(forward: Callable[..., Any], kept: tuple[str, ...]) -> Callabl
 
 
 @cache
-def _contexts(kept: tuple[str, ...]) -> Callable[[], Any]:
+def _contexts(kept: tuple[str, ...], counts: bool) -> Callable[[], Any]:
     """One object for all blocks that keep the same, so that they share one compilation."""
-    return partial(
+    if not kept:
+        return recompute_contexts
+    selective = partial(
         create_selective_checkpoint_contexts, partial(_policy, frozenset(operators_named(kept)))
     )
+    return partial(_both, selective) if counts else selective
+
+
+def _both(selective: Callable[[], Any]) -> tuple[Any, Any]:
+    """Selective checkpointing whose repetition is marked as one."""
+    first, again = selective()
+    return first, _Marked(again)
+
+
+class _Marked:
+    """The context of a repetition, inside `recomputation`."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context = context
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(recomputation())
+        self._stack.enter_context(self._context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
 
 def _policy(
@@ -65,3 +99,35 @@ def _policy(
     if operator in operators:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What autograd saves inside goes to host memory and comes back when it is needed.
+
+    Weights stay: they are on the device anyway, or data sharding gathers them again.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+Packed = tuple[Tensor, torch.device]
+
+
+def _to_host(tensor: Tensor) -> Packed:
+    owner = tensor if tensor._base is None else tensor._base
+    if isinstance(owner, nn.Parameter) or not tensor.is_floating_point():
+        return tensor, tensor.device
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    host.copy_(tensor, non_blocking=tensor.is_cuda)
+    return host, tensor.device
+
+
+def _from_host(packed: Packed) -> Tensor:
+    tensor, device = packed
+    return tensor.to(device, non_blocking=True)

@@ -6,19 +6,28 @@ from torch import nn
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, in order: the children of its `layers`."""
-    layers = getattr(model, "layers", None)
-    assert isinstance(layers, nn.ModuleDict), f"{type(model).__name__}.layers is no ModuleDict"
-    return list(layers.values())
+    """The repeated blocks of a model, or of a part of one, in order: the children of `layers`."""
+    return list(_layers(model).values())
 
 
-def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
-    """The direct children of a model that hold parameters, without its `layers`, in order."""
-    return [
-        child
-        for name, child in model.named_children()
+def numbered_blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """The blocks by their number in the whole model, of which this may be a part."""
+    return {int(name): block for name, block in _layers(model).items()}
+
+
+def modules_around_blocks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The other direct children of a model that hold parameters: those before `layers`, after."""
+    names = [name for name, _ in model.named_children()]
+    split = names.index("layers")
+    children = [
+        (position, child)
+        for position, (name, child) in enumerate(model.named_children())
         if name != "layers" and next(child.parameters(), None) is not None
     ]
+    return (
+        [child for position, child in children if position < split],
+        [child for position, child in children if position > split],
+    )
 
 
 def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -28,3 +37,9 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((module, name))
     return [found for found in places.values() if len(found) > 1]
+
+
+def _layers(model: nn.Module) -> nn.ModuleDict:
+    layers = getattr(model, "layers", None)
+    assert isinstance(layers, nn.ModuleDict), f"{type(model).__name__}.layers is no ModuleDict"
+    return layers

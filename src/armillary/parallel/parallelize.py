@@ -7,23 +7,59 @@ from torch import nn
 from armillary.parallel.activation_checkpoint import checkpoint_activations
 from armillary.parallel.compile import compile_blocks
 from armillary.parallel.config import Scale
+from armillary.parallel.context.context_parallel import split_context
 from armillary.parallel.data_sharding import shard_over_data
+from armillary.parallel.execution import InTurn
+from armillary.parallel.experts.expert_parallel import split_experts
+from armillary.parallel.layout import Layouts
 from armillary.parallel.mesh import Mesh
+from armillary.parallel.model import Executor, ParallelModel, WholeModel
+from armillary.parallel.pipeline.execution import Pipelined
+from armillary.parallel.pipeline.split import split_pipeline
+from armillary.parallel.pipeline.tied import counted_elsewhere, tied_gradient_hook
+from armillary.parallel.tensor.tensor_parallel import split_tensors
 from armillary.precision.compute import set_compute_dtype
 
 
-def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> None:
-    """Applies the passes to a model that was built on `meta`, in place, in this order:
+def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> ParallelModel:
+    """Applies the passes to a model that was built on `meta`, which is used up, in this order:
 
     1. precision: the format of the residual stream
-    2. activation checkpointing: wraps what the passes before it have rewritten
-    3. compilation, per block: sees the checkpointed block, not the sharding hooks
-    4. data sharding: last, so that it shards what is left
+    2. pipeline: from here on a part of the model is all that this rank sees, by its full names
+    3. experts, then tensors and the sequence between them: weights are cut
+    4. context: attention over tokens of other ranks
+    5. activation checkpointing: wraps what the passes before it have rewritten
+    6. compilation, per block: sees the checkpointed block, not the sharding hooks
+    7. data sharding: last, so that it shards what is left
 
     `materialise` comes next, and only then are there optimizers.
     """
     dtype = scale.precision.compute_dtype
+    whole = WholeModel.of(model)
+    layouts = Layouts.of(model)
     set_compute_dtype(model, dtype)
-    checkpoint_activations(model, scale.activation_checkpoint)
-    compile_blocks(model, scale.compile)
-    shard_over_data(model, mesh, dtype)
+    parts = split_pipeline(model, mesh, layouts)
+    for part in parts:
+        split_experts(part, mesh, layouts)
+        split_tensors(part, mesh, layouts)
+        split_context(part, mesh)
+        checkpoint_activations(part, scale.activation_checkpoint)
+        compile_blocks(part, scale.compile)
+        shard_over_data(part, mesh, layouts, dtype)
+    hook = tied_gradient_hook(parts, mesh)
+    return ParallelModel(
+        parts,
+        layouts=layouts,
+        mesh=mesh,
+        whole=whole,
+        executor=_executor(parts, mesh),
+        gradient_hooks=[] if hook is None else [hook],
+        counted_elsewhere=counted_elsewhere(parts, mesh),
+    )
+
+
+def _executor(parts: list[nn.Module], mesh: Mesh) -> Executor:
+    if mesh.degree("pp") > 1:
+        return Pipelined(parts, mesh)
+    (model,) = parts
+    return InTurn(model, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,16 @@ import torch.distributed as dist
 from armillary.foundation.errors import Problem, UserError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass
+class _Joined:
+    """What this process agreed to when it joined its group."""
+
+    timeout: timedelta | None = None
+
+
+_joined = _Joined()
 
 
 def rank() -> int:
@@ -91,15 +102,25 @@ def init_process_group(device: torch.device, timeout_seconds: float = 600.0) -> 
                 fix=f"armillary train --nproc {world_size()}, or torchrun",
             )
         )
+    _joined.timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         BACKENDS[device.type],
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=_joined.timeout,
         device_id=device if device.type == "cuda" else None,
     )
     return True
 
 
+def timeout() -> timedelta | None:
+    """How long a collective of this process may wait; None: as long as torch lets it."""
+    return _joined.timeout
+
+
 def destroy() -> None:
-    """Leaves the process group, if there is one."""
+    """Leaves the process group and all groups below it, if there is one."""
+    from armillary.parallel import groups  # it knows this module
+
+    groups.forget()
+    _joined.timeout = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 
 from armillary.data.corpus import problems_of
 from armillary.foundation.errors import Problem
-from armillary.parallel.config import DATA_AXES
+from armillary.recipe.problems_mesh import mesh_problems, microbatch_problems
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
@@ -40,13 +40,19 @@ def problems(recipe: Recipe, world_size: int = 1, *, data: bool = True) -> list[
     parts += [recipe.activation_checkpoint, recipe.checkpoint, recipe.telemetry]
     for part in parts:
         found += getattr(part, "problems", list)()
+    found += _compiled_only(recipe)
     if countable and not no_length:
         found += recipe.schedule.problems(budget.total_steps)
         found += _beyond(recipe)
-    mesh_problems = recipe.parallel.problems(world_size)
-    found += mesh_problems
+    misfits = recipe.parallel.problems(world_size)
+    found += misfits
     if countable:
-        found += _batch(recipe, 1 if mesh_problems else _data_ranks(recipe, world_size))
+        found += mesh_problems(recipe, world_size)
+        ranks = 1 if misfits else recipe.parallel.resolve(world_size).grid.data_size
+        undealt = list(_batch(recipe, ranks))
+        found += undealt
+        if not misfits and not undealt:
+            found += microbatch_problems(recipe, world_size)
     found += recipe.data.problems()
     if data:
         found += [problem for problem in _data(recipe) if problem not in found]
@@ -90,6 +96,16 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _compiled_only(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.activation_checkpoint.memory_budget is not None and not recipe.compile.enabled:
+        yield Problem(
+            "activation_checkpoint = memory-budget is the compiler's choice, and "
+            "compile.enabled = false",
+            "compile.enabled = true, or another way to checkpoint",
+            "--compile.enabled",
+        )
+
+
 def _not_finite(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
     for leaf in leaves(recipe):
         values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
@@ -129,11 +145,6 @@ def _beyond(recipe: Recipe) -> Iterator[Problem]:
             f"0 (no profile) to {steps}",
             f"--telemetry.profile-from {steps}",
         )
-
-
-def _data_ranks(recipe: Recipe, world_size: int) -> int:
-    degrees = recipe.parallel.resolve(world_size).degrees
-    return math.prod(degrees[axis] for axis in DATA_AXES)
 
 
 def _batch(recipe: Recipe, ranks: int) -> Iterator[Problem]:

@@ -13,8 +13,11 @@ import armillary.data.tokenizer_subword  # noqa: F401  # registers the component
 from armillary.checkpoint.config import Checkpoint
 from armillary.data.config import Data
 from armillary.models.config import ModelConfig
+from armillary.models.deepseek import DeepSeek  # noqa: F401  # registers the component
+from armillary.models.gpt_oss import GptOss  # noqa: F401  # registers the component
 from armillary.models.llama import Llama
 from armillary.models.qwen3 import Qwen3  # noqa: F401  # registers the component
+from armillary.models.qwen3_moe import Qwen3MoE  # noqa: F401  # registers the component
 from armillary.optim.adamw import AdamW
 from armillary.optim.config import OptimizerConfig
 from armillary.optim.muon import Muon  # noqa: F401  # registers the component

@@ -43,3 +43,15 @@ class TaskConfig(Component, ABC):
 
         Call it before the batch moves to a device, or it waits for the device.
         """
+
+    def weights(self, batch: Batch) -> tuple[int, ...]:
+        """The weights of all terms of the loss, the main one first; of a batch on the host."""
+        return (self.weight(batch),)
+
+    def within(self, weights: tuple[int, ...]) -> TaskConfig:
+        """The task within a step whose `weights`, summed over batches and ranks, are these.
+
+        A term beside the main one is a mean over items of its own. Since all gradients are divided
+        by the main weight in the end, it has to know both to be added as a sum.
+        """
+        return self

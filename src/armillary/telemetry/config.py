@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from armillary.foundation.errors import Problem, missing_extra, nearest
 
 CONSOLE_MODES = ("auto", "live", "plain", "off")
+GRADIENT_NORMS = ("none", "groups", "parameters")
 WANDB_MODES = ("online", "offline", "disabled")
 
 
@@ -29,6 +30,9 @@ class Telemetry:
     """online, offline (written to RUN/wandb, sent later with `wandb sync`) or disabled."""
     samples: bool = False
     """Whether `step` events list the ids of the global step's samples, in order."""
+    gradient_norms: str = "none"
+    """Norms before clipping in `step` events, as `gradient_norms`: none, groups (embedding,
+    attention, feed_forward, experts, router, norms, head, other) or parameters (each one)."""
     profile_from: int = 0
     """First step to profile, counting from 1; 0 profiles nothing."""
     profile_steps: int = 3
@@ -45,6 +49,7 @@ class Telemetry:
         found = [
             *_choice("telemetry.console", self.console, CONSOLE_MODES),
             *_choice("telemetry.wandb_mode", self.wandb_mode, WANDB_MODES),
+            *_choice("telemetry.gradient_norms", self.gradient_norms, GRADIENT_NORMS),
             *_at_least("telemetry.log_every", self.log_every, 1),
             *_at_least("telemetry.profile_from", self.profile_from, 0),
             *_at_least("telemetry.profile_steps", self.profile_steps, 1),

@@ -12,12 +12,12 @@ from armillary.data.dataset import PackedDataset, ValidationDataset, training_se
 from armillary.data.store import TokenStore, build
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.progress import Progress
-from armillary.models.decoder import Decoder
 from armillary.optim.optimizers import Optimizers
 from armillary.optim.schedule import Schedule
 from armillary.parallel import Scale
 from armillary.parallel.materialise import materialise
 from armillary.parallel.mesh import Mesh
+from armillary.parallel.model import ParallelModel
 from armillary.parallel.parallelize import parallelize
 from armillary.recipe.recipe import Recipe
 from armillary.tasks.task import TaskConfig
@@ -44,7 +44,7 @@ class Assembly:
     mesh: Mesh
     data: RunData
     shape: StepShape
-    model: Decoder
+    model: ParallelModel
     task: TaskConfig
     optimizers: Optimizers
     schedule: Schedule
@@ -113,8 +113,8 @@ def _held_out(
 def assemble(recipe: Recipe, mesh: Mesh, data: RunData) -> Assembly:
     """Builds model, optimizers and schedule in the order of the passes: meta, passes, weights."""
     with torch.device("meta"):
-        model = recipe.model.build()
-    parallelize(model, mesh, scale_of(recipe))
+        whole = recipe.model.build()
+    model = parallelize(whole, mesh, scale_of(recipe))
     materialise(model, mesh.device, recipe.seed)
     total_steps = recipe.budget.total_steps
     return Assembly(

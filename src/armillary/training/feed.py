@@ -17,7 +17,7 @@ class StepInput:
 
     microbatches: list[Batch]
     weight: int
-    """Valid tokens in them."""
+    """Valid tokens in them; 0 where another rank with the same rows counts them."""
     samples: tuple[int, int]
     """Global sample positions [first, last) of the whole step."""
 
@@ -38,6 +38,7 @@ def _make(assembly: Assembly, first: int, last: int) -> StepInput:
     microbatches = [
         assembly.data.training.batch(first, last, rows=rows) for rows in assembly.shape.rows()
     ]
-    weight = sum(assembly.task.weight(batch) for batch in microbatches)
+    counted = microbatches if assembly.model.counts_rows else []
+    weight = sum(assembly.task.weight(batch) for batch in counted)
     device = assembly.mesh.device
     return StepInput([batch.to(device) for batch in microbatches], weight, (first, last))

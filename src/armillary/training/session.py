@@ -142,6 +142,8 @@ class Session:
             hint = "set --telemetry.peak-flops, or run `armillary doctor` on the idle machine"
             self._log.warn(warning, where="mfu", hint=hint, step=self.position.step)
         fields: dict[str, Any] = {}
+        if result.gradient_norms:
+            fields["gradient_norms"] = result.gradient_norms
         if self.assembly.recipe.telemetry.samples:
             positions = range(*samples)
             fields["sample_ids"] = self.assembly.data.training.sample_ids(positions)
@@ -158,6 +160,7 @@ class Session:
             memory_peak_bytes=peak_memory_bytes(self.assembly.mesh.device),
             **seconds.fields(),
             **self._speed.step_fields(rate),
+            **result.statistics,
             **fields,
         )
 

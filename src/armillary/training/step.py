@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from armillary.data.batch import Batch
 from armillary.foundation.tell import seen_by_every_rank
-from armillary.optim.clipping import clip_by_global_norm
-from armillary.parallel.data_sharding import set_accumulation
+from armillary.parallel.gradients import norms_by_group, norms_by_name, scale_and_clip
+from armillary.parallel.model import LOSS_AXES, ParallelModel
 from armillary.resilience.guard import require_finite
 from armillary.telemetry.timing import StepTimer
 from armillary.training.assembly import Assembly
+
+_REPORTED: dict[str, Callable[[ParallelModel], dict[str, float]]] = {
+    "none": lambda model: {},
+    "groups": norms_by_group,
+    "parameters": norms_by_name,
+}
+"""Norms for the log, by `telemetry.gradient_norms`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +29,12 @@ class StepResult:
     """Nats per valid token over the whole global step."""
     gradient_norm: float
     """Global 2-norm before clipping."""
+    gradient_norms: dict[str, float]
+    """The same by group or name of parameters, where the recipe asks for it."""
     learning_rate: float
     """Of the first parameter group."""
+    statistics: dict[str, float]
+    """What layers report of a step, by name: loads of experts."""
 
 
 def optimizer_step(
@@ -51,18 +60,13 @@ def optimizer_step(
         RunError: the loss or the gradient norm is not finite; parameters and optimizer untouched.
     """
     model, mesh, optimizers = assembly.model, assembly.mesh, assembly.optimizers
-    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     with timer.phase("forward_backward"):
-        for index, batch in enumerate(microbatches):
-            set_accumulation(model, mesh, last=index == len(microbatches) - 1)
-            loss = assembly.task.loss(model, batch)
-            (loss.sum / weight).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.sum.detach()
-        total = mesh.sum_over_data(loss_sum)
-        norm = clip_by_global_norm(model.parameters(), assembly.recipe.max_gradient_norm)
+        loss = mesh.sum_over(model.forward_backward(assembly.task, microbatches), LOSS_AXES)
+        norms = _REPORTED[assembly.recipe.telemetry.gradient_norms](model)
+        norm = scale_and_clip(model, weight, assembly.recipe.max_gradient_norm)
         with seen_by_every_rank():
             values = require_finite(
-                total / weight,
+                loss / weight,
                 norm,
                 step=step,
                 samples=samples,
@@ -72,4 +76,11 @@ def optimizer_step(
         optimizers.set_factor(assembly.schedule(step - 1))
         optimizers.step()
         optimizers.zero_grad()
-    return StepResult(values["loss"], values["gradient_norm"], optimizers.learning_rate)
+        statistics = model.end_step()
+    return StepResult(
+        loss=values["loss"],
+        gradient_norm=values["gradient_norm"],
+        gradient_norms={name: value / weight for name, value in norms.items()},
+        learning_rate=optimizers.learning_rate,
+        statistics=statistics,
+    )

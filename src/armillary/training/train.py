@@ -47,6 +47,7 @@ def train(
     folder: Path,
     resume: str = "auto",
     stop: StopRequest | None = None,
+    checked: bool = False,
 ) -> int:
     """Trains a recipe in a run folder, from where the folder stands; returns the exit code.
 
@@ -57,6 +58,8 @@ def train(
         folder: The run folder; made if it is not there.
         resume: `auto`, `never`, a step, or the path of a checkpoint or run.
         stop: Entered earlier, so that signals during the start are heard; else one is entered here.
+        checked: Whether `problems` found none with this many ranks, so that files are not looked
+            for once more.
 
     Raises:
         UserError: the recipe, the folder or the checkpoint do not fit; nothing was started, and the
@@ -65,7 +68,7 @@ def train(
         RunError: the run failed.
     """
     with seen_by_every_rank():
-        if found := problems(recipe, process.world_size()):
+        if found := problems(recipe, process.world_size(), data=not checked):
             raise UserError(found)
     tune_host_allocator()
     with seen_by_every_rank():

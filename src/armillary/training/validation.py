@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from armillary.data.dataset import ValidationDataset
 from armillary.foundation.progress import Progress
 from armillary.parallel.mesh import Mesh
+from armillary.parallel.model import LOSS_AXES, ParallelModel
 from armillary.tasks.task import TaskConfig
 
 
@@ -29,7 +29,7 @@ class ValidationResult:
 
 @torch.no_grad()
 def validate(
-    model: nn.Module,
+    model: ParallelModel,
     task: TaskConfig,
     dataset: ValidationDataset,
     *,
@@ -56,11 +56,11 @@ def validate(
             for first in range(0, dataset.n_rows, turn):
                 check()
                 batch = dataset.batch(first, first + turn, rows=offsets).to(mesh.device)
-                total += task.loss(model, batch).sum
+                total += model.evaluate(task, batch)
                 advance(min(turn, dataset.n_rows - first))
     finally:
         model.train(was_training)
-    nats = float(mesh.sum_over_data(total).item())
+    nats = float(mesh.sum_over(total, LOSS_AXES).item())
     return ValidationResult(
         loss=nats / dataset.n_tokens,
         bits_per_byte=nats / math.log(2) / dataset.n_bytes,

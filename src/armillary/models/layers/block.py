@@ -26,6 +26,13 @@ class Block(nn.Module):
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
 
+    @property
+    def window(self) -> int | None:
+        """Keys that a query of this block sees at most; None: all before it."""
+        core = getattr(self.attention, "core", None)
+        window: int | None = getattr(core, "window", None)
+        return window
+
     def forward(
         self, x: Tensor, rope: RotaryTables, visible: Visible, cache: LayerCache | None = None
     ) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -46,8 +47,12 @@ class KeyValueCache:
         self.layers: defaultdict[str, LayerCache] = defaultdict(lambda: LayerCache(capacity))
         self._row_starts: Tensor | None = None
 
-    def extend(self, tokens: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        """Makes room for tokens `[B, S]`; returns their positions and the mask `[B, 1, S, C]`."""
+    def extend(
+        self, tokens: Tensor, documents: Documents | None, windows: Collection[int | None] = (None,)
+    ) -> tuple[Tensor, dict[int | None, Tensor]]:
+        """Makes room for tokens `[B, S]`; returns their positions and a mask `[B, 1, S, C]` for
+        each window (keys that a query sees at most; None: all before it).
+        """
         batch, new = tokens.shape
         columns = torch.arange(self.length + new, device=tokens.device)
         own = columns[self.length :]
@@ -62,4 +67,8 @@ class KeyValueCache:
             starts = self._row_starts.expand(batch, new)
         self.length += new
         visible = (columns <= own[:, None]) & (columns >= starts[..., None])  # [B, S, C]
-        return own - starts, visible[:, None]
+        masks: dict[int | None, Tensor] = {}
+        for window in windows:
+            near = visible if window is None else visible & (columns > own[:, None] - window)
+            masks[window] = near[:, None]
+        return own - starts, masks

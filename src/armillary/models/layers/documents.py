@@ -23,7 +23,20 @@ class Documents:
     positions: Tensor
     """`[B, S]` int64: index of the token in its own document."""
     starts: Tensor
-    """`[B, S]` int64: index in the row at which the token's own document starts."""
+    """`[B, S]` int64: index in the row at which the token's own document starts, or, within a
+    sliding window, of the first token it sees."""
+    indices: Tensor | None = None
+    """`[S]` int64: index in the whole row of each token held here; None: all of the row, in order.
+    """
+    windowed: bool = False
+    """Whether a sliding window hides a part of the documents."""
+
+    @classmethod
+    def whole_rows(cls, tokens: Tensor) -> Documents:
+        """Each row of tokens `[B, S]` as one document."""
+        batch, length = tokens.shape
+        positions = torch.arange(length, device=tokens.device).expand(batch, length)
+        return cls(((length,),) * batch, positions, torch.zeros_like(positions))
 
     @classmethod
     def from_lengths(
@@ -50,8 +63,30 @@ class Documents:
 
     @property
     def one_per_row(self) -> bool:
-        """Whether every row is a single document, so that plain causal attention is right."""
-        return all(len(row) == 1 for row in self.lengths)
+        """Whether every query sees all of its row before it, so that plain causal attention is
+        right."""
+        return not self.windowed and all(len(row) == 1 for row in self.lengths)
+
+    def select(self, indices: Tensor) -> Documents:
+        """What a rank needs that holds only the tokens at `indices` `[S]` of whole rows."""
+        assert self.indices is None, "documents are cut once"
+        positions, starts = (x[:, indices] for x in (self.positions, self.starts))
+        return Documents(self.lengths, positions, starts, indices, self.windowed)
+
+    def whole(self) -> Documents:
+        """The documents of whole rows again, from their lengths."""
+        return Documents.from_lengths(self.lengths, self.starts.device)
+
+    def within(self, window: int) -> Documents:
+        """The same documents where each query sees the last `window` keys only, its own included.
+
+        (Sliding-window attention: Beltagy et al. 2020, arXiv 2004.05150, section 3.1)
+        """
+        own = self.indices
+        if own is None:
+            own = torch.arange(self.starts.shape[1], device=self.starts.device)
+        starts = torch.maximum(self.starts, own - (window - 1))
+        return Documents(self.lengths, self.positions, starts, self.indices, windowed=True)
 
     def cumulative_lengths(self) -> Tensor:
         """`[N + 1]` int32: where documents start in the flattened tokens, and the end."""
@@ -65,6 +100,8 @@ class Documents:
             self.lengths,
             copied_to(self.positions, device),
             copied_to(self.starts, device),
+            None if self.indices is None else copied_to(self.indices, device),
+            self.windowed,
         )
 
 

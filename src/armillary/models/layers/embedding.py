@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.kernels import linear_cross_entropy
 from armillary.models.layers.initializer import Initializer, truncated_normal
 
-Output = Callable[[Tensor, Tensor], Tensor]
-"""Function of hidden `[B, S, D]` and the head's weight `[V, D]`, called inside the head."""
+Output = Callable[[Tensor, "Head"], Tensor]
+"""Function of hidden `[B, S, D]` and the head itself, called inside the head's forward."""
 
 
 class Embedding(nn.Module):
     """One row of the weight per token; opens the residual stream in `output_dtype`."""
 
+    vocabulary_split = True
     output_dtype: torch.dtype | None = None
     """dtype of the residual stream, set by the precision pass; None: that of the weight."""
 
@@ -41,6 +43,8 @@ class Head(nn.Module):
     sharding) hold around it and the logits of a whole batch need never exist.
     """
 
+    vocabulary_split = True
+
     def __init__(self, dim: int, vocab_size: int, *, std: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
@@ -51,7 +55,27 @@ class Head(nn.Module):
         return {"weight": truncated_normal(self.std)}
 
     def forward(self, hidden: Tensor, output: Output | None = None) -> Tensor:
-        """Hidden `[B, S, D]` -> logits `[B, S, V]`, or `output(hidden, weight)`."""
-        if output is not None:
-            return output(hidden, self.weight)
+        """Hidden `[B, S, D]` -> logits `[B, S, V]`, or `output(hidden, self)`."""
+        return self.logits(hidden) if output is None else output(hidden, self)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden `[..., D]` -> logits `[..., V]`, in the dtype of hidden."""
         return F.linear(hidden, self.weight.to(hidden.dtype))
+
+    def cross_entropy(
+        self, hidden: Tensor, labels: Tensor, *, chunk_tokens: int, ignore_index: int
+    ) -> Tensor:
+        """The sum of -log softmax(logits)[label] over valid labels, an fp32 scalar.
+
+        Args:
+            hidden: `[B, S, D]`.
+            labels: `[B, S]` int64; those equal to `ignore_index` count for nothing.
+            chunk_tokens: tokens whose logits exist at one time.
+        """
+        return linear_cross_entropy(
+            hidden.flatten(0, 1),
+            self.weight,
+            labels.flatten(),
+            chunk_tokens=chunk_tokens,
+            ignore_index=ignore_index,
+        )

@@ -19,6 +19,7 @@ class Initializer:
 
 
 ONES = Initializer(kind="ones")
+ZEROS = Initializer(kind="zeros")
 
 
 def truncated_normal(std: float) -> Initializer:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.models.rope_scaling import Llama31RopeScaling
+from armillary.models.rope_scaling import Llama31RopeScaling, YarnRopeScaling
 
 
 class RotaryTables(NamedTuple):
@@ -33,16 +33,19 @@ class Rope:
     """P, even."""
     theta: float
     """Base of the wavelengths."""
-    scaling: Llama31RopeScaling | None = None
+    scaling: Llama31RopeScaling | YarnRopeScaling | None = None
     """Stretching to a longer context."""
 
     def frequencies(self, device: torch.device) -> Tensor:
         """`[P/2]`, radians per token."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = self.theta ** -(exponents / self.head_dim)
-        return self.scaling.scale(frequencies) if self.scaling else frequencies
+        return self.scaling.scale(frequencies, self.theta) if self.scaling else frequencies
 
     def tables(self, positions: Tensor) -> RotaryTables:
         """Positions `[B, S]` or `[S]` -> tables with a dim of P/2 more."""
         angles = positions[..., None].float() * self.frequencies(positions.device)
-        return RotaryTables(angles.cos(), angles.sin())
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling is not None and self.scaling.magnitude != 1.0:
+            cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
+        return RotaryTables(cos, sin)

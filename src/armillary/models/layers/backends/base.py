@@ -44,5 +44,23 @@ class AttentionBackend(Protocol):
     def prepare(self, documents: Documents | None, tokens: Tensor) -> Visible:
         """What queries at tokens `[B, S]` see; None: each row is one document."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
-        """Query `[B, H, S, P]`, key and value `[B, K, S, P]` -> `[B, H, S, P]`."""
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        *,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Query `[B, H, S, P]`, key `[B, K, S, P]`, value `[B, K, S, Pv]` -> `[B, H, S, Pv]`.
+
+        Args:
+            query: what looks.
+            key: what is looked at.
+            value: what is seen there; Pv may differ from P.
+            visible: which keys each query sees.
+            scale: factor of the scores; None: 1 / sqrt(P).
+            sinks: `[H]`, a logit per head in the denominator of the softmax; None: no such.
+        """

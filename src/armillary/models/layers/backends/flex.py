@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from armillary.foundation.errors import Problem, UserError
+from armillary.kernels import attention_with_sinks
 from armillary.models.layers.backends.base import Conditions, Visible
 from armillary.models.layers.documents import Documents
 
@@ -51,7 +52,16 @@ class Flex:
         mask: BlockMask = create(visible, batch, None, length, length, device=tokens.device)
         return mask
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        *,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.attend`."""
         if query.device.type == "cpu" and query.requires_grad:
             raise UserError(_NO_GRADIENTS_ON_CPU)
@@ -59,8 +69,12 @@ class Flex:
         attention: Callable[..., Any] = flex_attention
         if query.is_cuda:
             attention = _compiled_attention()
-        out: Tensor = attention(query, key, value, block_mask=mask, enable_gqa=grouped)
-        return out
+        options = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+        if sinks is None:
+            out: Tensor = attention(query, key, value, **options)
+            return out
+        mixed, extra = attention(query, key, value, return_aux=AuxRequest(lse=True), **options)
+        return attention_with_sinks(mixed, extra.lse, sinks)
 
 
 _LEAST_HEAD_WIDTH = 16

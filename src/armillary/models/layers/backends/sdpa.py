@@ -31,10 +31,42 @@ class Sdpa:
         visible = (columns <= columns[:, None]) & (columns >= documents.starts[..., None])
         return visible[:, None]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        *,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.attend`; key and value may hold more columns than the query."""
         mask = cast("Tensor | None", visible)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if sinks is not None:
+            key, value, mask = _with_sinks(query, key, value, mask, sinks)
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A column more: a key and a value of zeros, whose score is the sink."""
+    batch, heads, length, _ = query.shape
+    if mask is None:
+        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
+    hidden = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    scores = hidden.expand(batch, heads, length, -1)  # [B, H, S, C]
+    column = sinks.to(query.dtype)[:, None, None].expand(batch, heads, length, 1)
+    pad = (0, 0, 0, 1)
+    return F.pad(key, pad), F.pad(value, pad), torch.cat((scores, column), dim=-1)

@@ -33,11 +33,25 @@ class Varlen:
         padded = 1 << (ends.numel() - 1).bit_length()
         return F.pad(ends, (0, padded - ends.numel()), value=batch * length)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        *,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.attend`."""
         if problems := _limits(query.device.type, str(query.dtype).removeprefix("torch.")):
             raise UserError(problems)
-        options: dict[str, Any] = {"window_size": (-1, 0)}  # all before, none after: causal
+        if sinks is not None or key.shape[-1] != value.shape[-1]:
+            raise UserError(_cannot("it has no sinks, and values are as wide as keys"))
+        options: dict[str, Any] = {
+            "window_size": (-1, 0),
+            "scale": scale,
+        }  # all before, none after: causal
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and _GROUPS:
             options["enable_gqa"] = True

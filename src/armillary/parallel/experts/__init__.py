@@ -1,0 +1,1 @@
+"""Experts of a mixture divided over ranks, and the exchange that takes tokens to them and back."""

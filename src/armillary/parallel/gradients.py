@@ -1,0 +1,139 @@
+"""The gradient of a step: its norm, one number on every mesh, and its one division.
+
+Every element of every gradient is counted by one rank: of those that hold copies of a part, the
+first. Squares are added in float64 and summed over all ranks at once, whatever the axes. Nothing
+waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.parallel.layout import counts_here, local_tensor
+from armillary.parallel.model import ParallelModel
+
+GROUPS = ("embedding", "attention", "feed_forward", "experts", "router", "norms", "head", "other")
+"""Kinds of parameters of which norms can be asked."""
+
+
+@torch.no_grad()
+def scale_and_clip(
+    model: ParallelModel, weight: float, max_norm: float, order: float = 2.0
+) -> Tensor:
+    """Divides all gradients by `weight`, and by what else keeps their norm at most `max_norm`.
+
+    Args:
+        model: with the gradients of a sum.
+        weight: of what the sum is divided by; the same on every rank.
+        max_norm: above 0; math.inf only measures.
+        order: see `gradient_norms`.
+
+    Returns:
+        [] float64, the norm of the divided gradients before clipping, equal on all ranks. One that
+        is not finite makes the gradients useless: look at it before the update.
+    """
+    assert max_norm > 0 and weight > 0
+    norm = total_norm(gradient_norms(model, order), order) / weight
+    factor = max_norm / norm.clamp(min=max_norm) if math.isfinite(max_norm) else norm.new_ones(())
+    factor = factor / weight
+    for same in _by_device_and_dtype(_gradients(model.parameters())):
+        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype, non_blocking=True))
+    return norm
+
+
+@torch.no_grad()
+def gradient_norms(model: ParallelModel, order: float = 2.0) -> Tensor:
+    """Norms of the gradients by kind of parameter, `[len(GROUPS)]` float64, equal on all ranks.
+
+    To be called by all ranks together. Parameters without a gradient count as zero.
+
+    Args:
+        model: with gradients.
+        order: 2, or math.inf for the largest absolute value.
+    """
+    assert order in (2.0, math.inf)
+    total = torch.zeros(len(GROUPS), dtype=torch.float64, device=model.mesh.device)
+    counted = {
+        kind: [gradient for name, gradient in _counted(model) if kind_of(name) == kind]
+        for kind in GROUPS
+    }
+    for index, gradients in enumerate(counted.values()):
+        for same in _by_device_and_dtype(gradients):
+            norms = torch.stack(torch._foreach_norm(same, order, dtype=torch.float64))
+            if order == math.inf:
+                largest = norms.max().nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks drops NaNs
+                total[index] = torch.maximum(total[index], largest.to(total.device))
+            else:
+                total[index] += norms.square().sum().to(total.device)
+    if model.mesh.dense_view is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM)
+    return total if order == math.inf else total.sqrt()
+
+
+def total_norm(norms: Tensor, order: float = 2.0) -> Tensor:
+    """The norm of everything, given the norms of its kinds."""
+    return norms.max() if order == math.inf else norms.square().sum().sqrt()
+
+
+def kind_of(name: str) -> str:
+    """Which of `GROUPS` a parameter belongs to, by its name."""
+    path = name.split(".")
+    if any(step == "norm" or step.endswith("_norm") for step in path):
+        return "norms"
+    for kind in ("experts", "router", "attention", "feed_forward", "embedding", "head"):
+        if kind in path:
+            return kind
+    return "other"
+
+
+def norms_by_group(model: ParallelModel) -> dict[str, float]:
+    """Norms of the gradients by kind of parameter, of those that exist. Waits for the device.
+
+    To be called by all ranks together.
+    """
+    kinds = {kind_of(name) for name in model.whole.shapes}
+    norms = zip(GROUPS, gradient_norms(model).tolist(), strict=True)
+    return {kind: norm for kind, norm in norms if kind in kinds}
+
+
+@torch.no_grad()
+def norms_by_name(model: ParallelModel) -> dict[str, float]:
+    """The norm of every parameter's gradient, of all stages, on every rank. Waits for the device.
+
+    To be called by all ranks together.
+    """
+    own = {name: float(g.double().square().sum()) for name, g in _counted(model)}
+    shares = [own]
+    if model.mesh.dense_view is not None:
+        shares = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(shares, own)
+    squares: dict[str, float] = {}
+    for share in shares:
+        for name, value in share.items():
+            squares[name] = squares.get(name, 0.0) + value
+    return {name: math.sqrt(value) for name, value in sorted(squares.items())}
+
+
+def _counted(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
+    """What this rank counts of the gradients."""
+    for name, parameter in model.counted_parameters():
+        if parameter.grad is not None and counts_here(model.layouts.layout(name), model.mesh):
+            gradient = local_tensor(parameter.grad)
+            if gradient.numel() > 0:
+                yield name, gradient
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
+
+
+def _by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())

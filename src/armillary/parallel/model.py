@@ -1,0 +1,333 @@
+"""A model in its place: the parts of it that this rank holds, and how a batch goes through them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.models.layers.initializer import Initializer
+from armillary.models.layers.moe import MoE, end_step_of
+from armillary.parallel.collectives import all_gather, group_name
+from armillary.parallel.context.batches import shard_batch
+from armillary.parallel.layout import (
+    Layouts,
+    local_ranges,
+    local_shape,
+    local_tensor,
+    whole_view,
+)
+from armillary.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from armillary.data.batch import Batch
+    from armillary.models.layers.cache import KeyValueCache
+    from armillary.models.layers.documents import Documents
+    from armillary.models.layers.embedding import Output
+    from armillary.tasks.task import TaskConfig
+
+TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Axes whose ranks see different tokens, between the regions in which tp ranks see the same."""
+
+LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")
+"""Axes over which the losses of `forward_backward` and `evaluate` add up; tp ranks agree."""
+
+_BUCKET = 1 << 24
+"""Most gradient elements summed by one collective."""
+
+
+class Executor(Protocol):
+    """How batches go through the parts of all ranks; of rows, a batch has the tokens held here."""
+
+    def forward_backward(self, task: TaskConfig, microbatches: Sequence[Batch]) -> Tensor:
+        """See `ParallelModel.forward_backward`; gradients may still be partial."""
+
+    def evaluate(self, task: TaskConfig, batch: Batch) -> Tensor:
+        """See `ParallelModel.evaluate`."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        documents: Documents | None = None,
+        *,
+        cache: KeyValueCache | None = None,
+        output: Output | None = None,
+    ) -> Tensor:
+        """See `ParallelModel.__call__`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeModel:
+    """What is remembered of the model that the passes began with."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter, by canonical name."""
+    initializers: Mapping[str, Initializer]
+    """How each parameter and persistent buffer starts, by canonical name."""
+    max_seq_len: int
+    """Longest row it is meant for, in tokens."""
+    has_experts: bool
+    """Whether any of its layers is a mixture of experts."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WholeModel:
+        """Of a model before any pass."""
+        return cls(
+            shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+            initializers=declared_initializers(model),
+            max_seq_len=getattr(model, "max_seq_len", 0),
+            has_experts=any(isinstance(module, MoE) for module in model.modules()),
+        )
+
+
+class ParallelModel:
+    """What the trainer holds: it is used alike on every mesh, by all ranks together.
+
+    Names of parameters are canonical, those of the plain model, and a tied one has its first name.
+
+    Args:
+        parts: the parts of the model that this rank holds; the whole one without a pipeline.
+        layouts: how each parameter is cut.
+        mesh: the ranks.
+        whole: of the model that the parts are of.
+        executor: how batches go through the parts.
+        gradient_hooks: run after the backward passes of a step, before other sums over ranks.
+        counted_elsewhere: names of parameters here that another rank counts for this one as well.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        *,
+        layouts: Layouts,
+        mesh: Mesh,
+        whole: WholeModel,
+        executor: Executor,
+        gradient_hooks: Sequence[Callable[[], None]] = (),
+        counted_elsewhere: Collection[str] = (),
+    ) -> None:
+        self.parts = list(parts)
+        self.layouts = layouts
+        self.mesh = mesh
+        self.whole = whole
+        self._executor = executor
+        self._gradient_hooks = tuple(gradient_hooks)
+        self._counted_elsewhere = frozenset(counted_elsewhere)
+
+    def forward_backward(self, task: TaskConfig, microbatches: Sequence[Batch]) -> Tensor:
+        """Adds the gradient of the loss, summed over all microbatches of all ranks, to each `grad`.
+
+        It is the gradient of a sum: see `gradients.scale_and_clip`.
+
+        Args:
+            task: how a batch becomes a loss.
+            microbatches: whole rows, the same on all ranks that share a part of the batch.
+
+        Returns:
+            [] float64, this rank's share of the sum of the loss; shares add up over `LOSS_AXES`.
+        """
+        own = [shard_batch(batch, self.mesh) for batch in microbatches]
+        loss = self._executor.forward_backward(task, own)
+        for hook in self._gradient_hooks:
+            hook()
+        self._sum_partial_gradients()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, task: TaskConfig, batch: Batch) -> Tensor:
+        """This rank's share of the loss of a batch of whole rows, without gradients."""
+        return self._executor.evaluate(task, shard_batch(batch, self.mesh))
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        documents: Documents | None = None,
+        *,
+        cache: KeyValueCache | None = None,
+        output: Output | None = None,
+    ) -> Tensor:
+        """`Decoder.forward`, without gradients; every rank gets the result for the same tokens."""
+        return self._executor(tokens, documents, cache=cache, output=output)
+
+    def end_step(self) -> dict[str, float]:
+        """After each optimizer step: what layers do once a step, and what they report of it.
+
+        Figures are the largest over layers, the same on every rank.
+        """
+        if not self.whole.has_experts:
+            return {}
+
+        def total(tensor: Tensor) -> Tensor:
+            return self.mesh.sum_over(tensor, TOKEN_AXES)
+
+        found = [end_step_of(part, total) for part in self.parts]
+        if (group := self.mesh.group("pp")) is not None:
+            stages: list[list[dict[str, float]]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(stages, found, group=group)
+            found = [figures for stage in stages for figures in stage]
+        names = dict.fromkeys(name for figures in found for name in figures)
+        return {name: max(f[name] for f in found if name in f) for name in names}
+
+    # What a rank holds, as a module shows it.
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters held here, each name once.
+
+        Where the first and the last stage are both here, a weight that they share is the first's,
+        which the last one follows.
+        """
+        seen: set[str] = set()
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                if (canonical := self.layouts.canonical(name)) not in seen:
+                    seen.add(canonical)
+                    yield canonical, parameter
+
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same without copies of parameters that another stage holds and counts."""
+        return (
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if name not in self._counted_elsewhere
+        )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """See `named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Parameters and persistent buffers held here, each name once; see `named_parameters`."""
+        # The module's own, and not named_parameters: data sharding's hooks see to it that these
+        # are the shards.
+        named: dict[str, Tensor] = {}
+        for part in self.parts:
+            for name, tensor in part.state_dict(keep_vars=keep_vars).items():
+                named.setdefault(self.layouts.canonical(name), tensor)
+        return named
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of all parts."""
+        return itertools.chain.from_iterable(part.modules() for part in self.parts)
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """See `nn.Module.train`."""
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+    def eval(self) -> ParallelModel:
+        """See `nn.Module.eval`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the parts are in training mode."""
+        return all(part.training for part in self.parts)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest row the model is meant for, in tokens."""
+        return self.whole.max_seq_len
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank is the one, of those that have the same rows, that counts them."""
+        return all(self.mesh.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are expected."""
+        return self.mesh.device
+
+    # Whole parameters, for those who need them.
+
+    def whole_view(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or anything cut as it is, as a DTensor of the whole; nothing is copied."""
+        return whole_view(name, tensor, self.layouts, self.mesh)
+
+    def gather(self, name: str, tensor: Tensor, *, stacked: bool = False) -> Tensor:
+        """The whole of anything that is cut as a parameter is, on every rank that holds a part.
+
+        Args:
+            name: the parameter's.
+            tensor: what this rank holds.
+            stacked: leave dim 0 as it is cut: each of the stacked matrices becomes whole, where it
+                is.
+        """
+        layout = self.layouts.layout(name)
+        whole = local_tensor(tensor).to(self.mesh.device)
+        for index in reversed(range(len(layout.splits))):
+            axis, dim = layout.splits[index]
+            if stacked and dim == 0:
+                continue
+            before = dataclasses.replace(layout, splits=layout.splits[:index])
+            length = local_shape(before, self.mesh)[dim]
+            most = -(-length // self.mesh.degree(axis))
+            padding = [0, 0] * (whole.ndim - 1 - dim) + [0, most - whole.shape[dim]]
+            parts = all_gather(F.pad(whole, padding), dim, group_name(self.mesh.group(axis)))
+            whole = parts.narrow(dim, 0, length)  # of the parts, the last ones are padded
+        return whole
+
+    def own_part(self, name: str, whole: Tensor, *, stacked: bool = False) -> Tensor:
+        """The inverse of `gather`: of what is whole, this rank's part, in the same memory."""
+        ranges = local_ranges(self.layouts.layout(name), self.mesh)
+        for dim, (start, end) in enumerate(ranges):
+            if dim > 0 or not stacked:
+                whole = whole.narrow(dim, start, end - start)
+        return whole
+
+    @torch.no_grad()
+    def _sum_partial_gradients(self) -> None:
+        """Sums, over axes that hold copies of a parameter, gradients that each rank has a part of.
+
+        All ranks of a group hold the same parameters, so they agree on what is summed.
+        """
+        partial: dict[str, list[Tensor]] = {}
+        for name, parameter in self.named_parameters():
+            for axis in self.layouts.layout(name).partial:
+                if self.mesh.group(axis) is None or not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                partial.setdefault(axis, []).append(local_tensor(parameter.grad))
+        for axis in sorted(partial):
+            group = self.mesh.group(axis)
+            assert group is not None
+            for bucket in _buckets(partial[axis]):
+                flat = torch.cat([each.flatten() for each in bucket]).to(self.mesh.device)
+                dist.all_reduce(flat, group=group)
+                sums = torch.split(flat, [each.numel() for each in bucket])
+                for each, total in zip(bucket, sums, strict=True):
+                    each.copy_(total.view_as(each))
+
+
+def declared_initializers(model: nn.Module) -> dict[str, Initializer]:
+    """How parameters and persistent buffers start, by their first names."""
+    found: dict[str, Initializer] = dict(model.initializers())  # type: ignore[operator]  # nn.Module types it as a tensor
+    for prefix, module in model.named_modules():
+        own = [name for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
+        if own and hasattr(module, "initializers") and prefix:
+            declared = module.initializers()
+            found |= {f"{prefix}.{name}": declared[name] for name in own if name in declared}
+    return found
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype together, up to `_BUCKET` elements."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            if bucket and size + tensor.numel() > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.numel()
+        yield bucket

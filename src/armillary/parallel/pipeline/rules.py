@@ -1,0 +1,53 @@
+"""What does not go together with schedules that split the backward pass. No torch."""
+
+from __future__ import annotations
+
+import re
+
+from armillary.foundation.errors import Problem
+from armillary.parallel.config import Parallel, Scale
+from armillary.parallel.pipeline.placement import table_lines
+from armillary.parallel.schedules import is_file
+
+SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that compute gradients of activations first and those of weights when there is time."""
+
+
+def splits_backward(parallel: Parallel) -> bool:
+    """Whether gradients of activations and of weights are computed at different moments."""
+    if parallel.pp == 1:
+        return False
+    if is_file(parallel.schedule):
+        cells = (cell for line in table_lines(parallel.schedule) for cell in line)
+        return any(re.fullmatch(r"\d+[IW]\d+", cell) for cell in cells)
+    return parallel.schedule in SPLITTING
+
+
+def split_backward_problems(scale: Scale, n_layers: int) -> list[Problem]:
+    """Passes whose graphs can be gone through only once, where a schedule does so twice.
+
+    Args:
+        scale: with an arrangement that is resolved and without problems.
+        n_layers: of the model.
+    """
+    if not splits_backward(scale.parallel):
+        return []
+    why = f"parallel.schedule = {scale.parallel.schedule} goes through a graph twice"
+    found = []
+    if scale.compile.enabled:
+        found.append(
+            Problem(
+                f"{why}, and a compiled one frees what it holds: compile.enabled = true",
+                allowed="compile.enabled = false, or a schedule that does not split backward",
+                fix="--parallel.schedule Interleaved1F1B",
+            )
+        )
+    if any(scale.activation_checkpoint.kept(block) for block in range(n_layers)):
+        found.append(
+            Problem(
+                f"{why}, and activations that are kept by operator are gone after the first time",
+                allowed="activation_checkpoint none, full or every-k, or another schedule",
+                fix="--activation-checkpoint full",
+            )
+        )
+    return found

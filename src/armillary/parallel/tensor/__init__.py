@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: matrices cut over ranks, tokens cut between them."""

@@ -1,0 +1,213 @@
+"""Whether a model, a sequence and a step can be divided as the recipe's mesh asks. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from math import lcm
+from typing import Any
+
+from armillary.foundation.errors import Problem
+from armillary.parallel.arrangement import closest, divisors, listed, option
+from armillary.parallel.config import Parallel
+from armillary.parallel.grid import DENSE_AXES
+from armillary.parallel.schedules import SCHEDULES, read_table
+from armillary.recipe.recipe import Recipe
+
+_NEEDS_EXPERTS = ("ep", "expert_tp")
+
+_WHOLE_ROWS = {"all-gather": ("varlen",), "ring": ("flex", "varlen"), "ulysses": ()}
+"""By kind of context parallelism, the attention backends that need whole rows."""
+
+
+def mesh_problems(recipe: Recipe, world_size: int) -> list[Problem]:
+    """What of the model and the sequence the degrees do not divide, all at once.
+
+    Degrees are looked at as they are written where they do not fit the ranks either.
+    """
+    parallel = _readable(recipe.parallel, world_size)
+    told = " ".join(problem.fix or "" for problem in recipe.parallel.problems(world_size))
+    found = []
+    for axis, faults in _faults(recipe, parallel).items():
+        degree = getattr(parallel, axis)
+        legal = _legal(recipe, axis, world_size)
+        found.append(
+            Problem(
+                f"parallel.{axis} = {degree} {'; '.join(faults)}",
+                allowed=f"on {world_size} ranks: {listed(legal)}" if legal else None,
+                fix=None
+                if f"{option(axis)} " in told
+                else _fix(recipe.parallel, axis, closest(degree, legal or [1])),
+            )
+        )
+    found += _stage_layers(recipe, parallel)
+    found += _attention(recipe, parallel)
+    return found
+
+
+def microbatch_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    """Whether a pipeline can be fed; only for a step that the data ranks can share."""
+    parallel = recipe.parallel.resolve(world_size)
+    if parallel.pp == 1:
+        return
+    budget, ranks = recipe.budget, parallel.grid.data_size
+    share = budget.batch_tokens // budget.seq_len // ranks
+    at_once = budget.microbatch_sequences or share
+    if _takes(parallel, share // at_once):
+        return
+    legal = [many for many in divisors(share) if _takes(parallel, share // many)]
+    if legal:
+        allowed = f"budget.microbatch_sequences of {listed(legal)}"
+        fix = f"--budget.microbatch-sequences {max(legal)}"
+    else:
+        wanted = next(many for many in range(1, 10**6) if _takes(parallel, many))
+        tokens = wanted * ranks * budget.seq_len
+        allowed = f"budget.batch_tokens of {tokens} or more, in microbatches of 1 sequence"
+        fix = f"--budget.batch-tokens {tokens} --budget.microbatch-sequences 1"
+    yield Problem(
+        f"parallel.schedule = {parallel.schedule} on {parallel.stages} stages takes "
+        f"{_rule(parallel)}, and a step has {share // at_once}: {share} sequences of a data rank, "
+        f"{at_once} at once",
+        allowed,
+        fix,
+    )
+
+
+def _readable(parallel: Parallel, world_size: int) -> Parallel:
+    """Resolved where it fits, else with 1 for what is open or no number of ranks."""
+    if not parallel.problems(world_size):
+        return parallel.resolve(world_size)
+    axes = (*DENSE_AXES, *_NEEDS_EXPERTS)
+    degrees: dict[str, Any] = {axis: max(1, getattr(parallel, axis)) for axis in axes}
+    known = parallel.schedule in SCHEDULES
+    return dataclasses.replace(
+        parallel, **degrees, stage_layers=(), schedule=parallel.schedule if known else "1F1B"
+    )
+
+
+def _faults(recipe: Recipe, parallel: Parallel) -> dict[str, list[str]]:
+    """By axis, what its degree does not divide, in words that follow the axis and its degree."""
+    found = {axis: list(_axis_faults(recipe, parallel, axis)) for axis in _AXES}
+    return {axis: faults for axis, faults in found.items() if faults}
+
+
+_AXES = ("pp", "cp", "tp", "ep", "expert_tp")
+
+
+def _axis_faults(recipe: Recipe, parallel: Parallel, axis: str) -> Iterator[str]:
+    degree = getattr(parallel, axis)
+    if degree == 1:
+        return
+    model, ulysses = recipe.model, axis == "cp" and parallel.context == "ulysses"
+    refusals, fields = model.refusals(), model.divisors()
+    for name in (axis, "ulysses" if ulysses else axis):
+        if name in refusals:
+            yield f"cannot be had: {refusals[name]}"
+            return
+    if axis in _NEEDS_EXPERTS and "ep" not in fields:
+        yield "cannot be had: the model has no experts"
+        return
+    if axis == "pp":
+        for name, most in fields.get(axis, {}).items():
+            if parallel.stages > most:
+                yield f"makes {parallel.stages} stages, more than {name} = {most}"
+        return
+    shares = parallel.tp if ulysses else 1
+    values = fields.get("ulysses" if ulysses else axis, {}).items()
+    undivided = [f"{name} = {value}" for name, value in values if value % (degree * shares)]
+    if undivided:
+        times = f"times parallel.tp = {shares} " if shares > 1 else ""
+        yield f"{times}does not divide {', '.join(undivided)}"
+    yield from _sequence(recipe, parallel, axis)
+
+
+def _sequence(recipe: Recipe, parallel: Parallel, axis: str) -> Iterator[str]:
+    """The tokens of a row are shared by cp, and each share by tp."""
+    length, cp, tp = recipe.budget.seq_len, parallel.cp, parallel.tp
+    name = f"budget.seq_len = {length}"
+    pieces = 2 * cp if _is_balanced(parallel) else cp
+    if axis == "cp" and length % pieces:
+        parts = f" into {pieces} parts, a head and a tail for each" if pieces != cp else ""
+        yield f"does not divide {name}{parts}"
+    if axis == "tp":
+        shares = 1 if length % cp else cp  # what cp alone does not divide is told of cp
+        if length % (shares * tp):
+            times = f"times parallel.cp = {shares} " if shares > 1 else ""
+            yield f"{times}does not divide {name} (multiples of {lcm(pieces, cp * tp)} fit)"
+
+
+def _is_balanced(parallel: Parallel) -> bool:
+    balanced = parallel.context_balance == "head-tail" and parallel.context != "ulysses"
+    return balanced and parallel.cp > 1
+
+
+def _legal(recipe: Recipe, axis: str, world_size: int) -> list[int]:
+    """Degrees of one axis that the ranks and the model allow, dp_shard giving way."""
+    fits = not recipe.parallel.problems(world_size)
+    base = recipe.parallel if fits else _readable(recipe.parallel, world_size)
+    legal = []
+    for degree in divisors(world_size):
+        variant = _with(base, axis, degree)
+        if fits and variant.problems(world_size):
+            continue
+        if not any(_axis_faults(recipe, variant, axis)):
+            legal.append(degree)
+    return legal
+
+
+def _with(parallel: Parallel, axis: str, degree: int) -> Parallel:
+    changes: dict[str, Any] = {axis: degree}
+    if _must_open(parallel, axis):
+        changes["dp_shard"] = -1
+    return dataclasses.replace(parallel, **changes)
+
+
+def _must_open(parallel: Parallel, axis: str) -> bool:
+    """Whether another axis has to give way when this one changes."""
+    others = [degree for name, degree in parallel.degrees.items() if name != axis]
+    return axis in DENSE_AXES and -1 not in others
+
+
+def _fix(parallel: Parallel, axis: str, degree: int) -> str:
+    more = f" {option('dp_shard')} -1" if _must_open(parallel, axis) else ""
+    return f"{option(axis)} {degree}{more}"
+
+
+def _stage_layers(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
+    layers = parallel.stage_layers
+    if parallel.pp == 1 or not layers:
+        return
+    for name, wanted in recipe.model.divisors().get("pp", {}).items():
+        if sum(layers) != wanted:
+            yield Problem(
+                f"parallel.stage_layers = {listed(layers)} has {sum(layers)} layers, and "
+                f"{name} = {wanted}",
+                allowed=f"numbers whose sum is {wanted}",
+                fix=f"{option('stage_layers')} ''",
+            )
+
+
+def _attention(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
+    attention = getattr(recipe.model, "attention", "auto")
+    if parallel.cp > 1 and attention in _WHOLE_ROWS.get(parallel.context, ()):
+        yield Problem(
+            f"model.attention = {attention} needs whole rows, and with parallel.context = "
+            f"{parallel.context} each of parallel.cp = {parallel.cp} ranks has a part",
+            allowed="model.attention = auto, or parallel.context = ulysses",
+            fix="--model.attention auto",
+        )
+
+
+def _takes(parallel: Parallel, microbatches: int) -> bool:
+    if parallel.schedule not in SCHEDULES:
+        return microbatches == read_table(parallel.schedule).microbatches
+    schedule = SCHEDULES[parallel.schedule]
+    return schedule.takes(microbatches, pp=parallel.pp, stages=parallel.stages)
+
+
+def _rule(parallel: Parallel) -> str:
+    if parallel.schedule not in SCHEDULES:
+        return f"{read_table(parallel.schedule).microbatches} microbatches"
+    if SCHEDULES[parallel.schedule].rule == "stages":
+        return f"{parallel.stages} microbatches or more"
+    return f"as many microbatches in each round of its {parallel.pp} ranks"

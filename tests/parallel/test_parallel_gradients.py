@@ -1,0 +1,149 @@
+"""The gradient norm is the norm of all gradients, the same on every mesh, and divides them once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from parallel_cases import Case, batches, built, wholes
+from torch import Tensor
+
+from armillary.parallel import Parallel, Scale
+from armillary.parallel.gradients import (
+    GROUPS,
+    gradient_norms,
+    kind_of,
+    norms_by_group,
+    norms_by_name,
+    scale_and_clip,
+    total_norm,
+)
+from armillary.parallel.layout import local_tensor
+from armillary.parallel.model import ParallelModel
+from armillary.precision import Precision
+from armillary.tasks.next_token import NextToken
+from ranks import run_ranks
+
+FP32 = Precision(compute="float32")
+MESHES = {
+    "HSDP 2x2, experts": Case(
+        scale=Scale(precision=FP32, parallel=Parallel(dp_replicate=2, ep=2)), experts=True
+    ),
+    "PP 2 x TP 2, tied": Case(
+        scale=Scale(precision=FP32, parallel=Parallel(pp=2, tp=2)), tied=True, microbatches=2
+    ),
+    "TP 2 x EP 2": Case(scale=Scale(precision=FP32, parallel=Parallel(tp=2, ep=2)), experts=True),
+}
+LIMIT = 0.05
+
+
+def alone(case: Case) -> Case:
+    return Case(scale=Scale(precision=FP32), experts=case.experts, tied=case.tied)
+
+
+def stepped(case: Case) -> tuple[ParallelModel, int]:
+    """A model with the gradients of a sum."""
+    model = built(case)
+    microbatches, weight = batches(model, case.microbatches)
+    model.forward_backward(NextToken(), microbatches)
+    return model, weight
+
+
+Seen = tuple[dict[str, float], dict[str, float], float, float, dict[str, Tensor]]
+
+
+def seen(case: Case) -> Seen:
+    """Norms by group and name, the largest element, the norm, and the gradients after clipping."""
+    model, weight = stepped(case)
+    groups, names = norms_by_group(model), norms_by_name(model)
+    largest = float(total_norm(gradient_norms(model, math.inf), math.inf))
+    norm = float(scale_and_clip(model, weight, LIMIT))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return groups, names, largest, norm, wholes(model, gradients)
+
+
+def all_seen(cases: list[Case]) -> list[Seen]:
+    return [seen(case) for case in cases]
+
+
+def test_norms_and_clipped_gradients_are_those_of_one_process() -> None:
+    cases = list(MESHES.values())
+    for rank in run_ranks(all_seen, 4, cases):
+        for (name, case), found in zip(MESHES.items(), rank, strict=True):
+            groups, names, largest, norm, gradients = found
+            exact_groups, exact_names, exact_largest, exact, clipped = seen(alone(case))
+            assert exact > LIMIT
+            assert groups == pytest.approx(exact_groups, rel=1e-6), name
+            assert names == pytest.approx(exact_names, rel=1e-6), name
+            assert largest == pytest.approx(exact_largest, rel=1e-6), name
+            assert norm == pytest.approx(exact, rel=1e-6), name
+            for key, expected in clipped.items():
+                error = (gradients[key] - expected).norm() / expected.norm()
+                assert error < 1e-6, (name, key)
+
+
+def test_one_process_measures_what_its_gradients_are() -> None:
+    model, weight = stepped(Case(scale=Scale(precision=FP32), experts=True))
+    squares = {name: p.grad.double().square().sum() for name, p in model.named_parameters()}
+    exact = math.sqrt(sum(squares.values()))
+    assert norms_by_name(model) == pytest.approx({n: math.sqrt(s) for n, s in squares.items()})
+    groups = norms_by_group(model)
+    assert set(groups) == set(GROUPS) - {"other"}
+    assert math.hypot(*groups.values()) == pytest.approx(exact, rel=1e-12)
+    largest = max(float(p.grad.abs().max()) for p in model.parameters())
+    assert float(gradient_norms(model, math.inf).max()) == largest
+
+    before = [p.grad.clone() for p in model.parameters()]
+    assert float(scale_and_clip(model, weight, math.inf)) == pytest.approx(exact / weight)
+    for grad, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, grad / weight, rtol=2e-7, atol=0)
+    assert float(scale_and_clip(model, 1, LIMIT)) == pytest.approx(exact / weight)
+    assert float(total_norm(gradient_norms(model))) == pytest.approx(LIMIT, rel=1e-6)
+    assert float(scale_and_clip(model, 1, 2 * LIMIT)) == pytest.approx(LIMIT, rel=1e-6)
+    assert float(total_norm(gradient_norms(model))) == pytest.approx(LIMIT, rel=1e-6)
+
+
+def test_a_missing_gradient_counts_as_zero() -> None:
+    model, _ = stepped(Case(scale=Scale(precision=FP32)))
+    whole = float(total_norm(gradient_norms(model)))
+    head = dict(model.named_parameters())["head.weight"]
+    own = float(head.grad.double().norm())
+    head.grad = None
+    assert float(total_norm(gradient_norms(model))) == pytest.approx(math.sqrt(whole**2 - own**2))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float, order: float) -> None:
+    model, weight = stepped(Case(scale=Scale(precision=FP32)))
+    gradient = local_tensor(dict(model.named_parameters())["norm.weight"].grad)
+    gradient[3] = bad
+    assert not math.isfinite(float(scale_and_clip(model, weight, 1.0, order)))
+
+
+def test_kinds_of_parameters_are_told_by_their_names() -> None:
+    assert {
+        name: kind_of(name)
+        for name in (
+            "layers.0.attention.query_norm.weight",
+            "layers.0.attention.core.sinks",
+            "layers.3.feed_forward.experts.gate",
+            "layers.3.feed_forward.shared.up.weight",
+            "layers.3.feed_forward.router.weight",
+            "norm.weight",
+            "embedding.weight",
+            "head.weight",
+            "layers.4.projection.weight",
+        )
+    } == {
+        "layers.0.attention.query_norm.weight": "norms",
+        "layers.0.attention.core.sinks": "attention",
+        "layers.3.feed_forward.experts.gate": "experts",
+        "layers.3.feed_forward.shared.up.weight": "feed_forward",
+        "layers.3.feed_forward.router.weight": "router",
+        "norm.weight": "norms",
+        "embedding.weight": "embedding",
+        "head.weight": "head",
+        "layers.4.projection.weight": "other",
+    }
