@@ -127,13 +127,11 @@ def run_jobs(rank: int, world: int, jobs: Sequence[Job], folder: str) -> None:
 
 
 class Run:
-    """A model in its place, and a batch to take steps with."""
+    """A model in its place, and a global batch to take steps with."""
 
     def __init__(self, job: Job) -> None:
         import torch
 
-        from armillary.data.batch import Batch
-        from armillary.models.layers.documents import Documents
         from armillary.optim.adamw import AdamW
         from armillary.optim.schedule import Constant
         from armillary.parallel.config import Parallel
@@ -158,14 +156,12 @@ class Run:
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(512, (job.rows, job.length), generator=generator)
         own = job.rows // self.mesh.data_size
-        mine = slice(own * self.mesh.data_rank, own * (self.mesh.data_rank + 1))
-        self.batch = Batch(
-            tokens=tokens[mine],
-            labels=tokens.roll(-1, 1)[mine],
-            documents=Documents.from_lengths([(job.length,)] * own),
-            sample_ids=tuple(range(own)),
-        )
-        self.job, self.recipe, self.taken = job, recipe, 0
+        # A pipeline needs a microbatch for each stage; bytes do not depend on their number.
+        part = own // self.mesh.degree("pp")
+        mine = tokens[own * self.mesh.data_rank :][:own]
+        self.batches = [_batch(rows) for rows in mine.split(part)]
+        self.recipe, self.taken = recipe, 0
+        self.samples, self.weights = (0, job.rows), recipe.task.weights(_batch(tokens))
         self.timer = StepTimer(self.mesh.device)
 
     def step(self) -> None:
@@ -175,12 +171,22 @@ class Run:
         self.taken += 1
         optimizer_step(
             self.assembly,
-            [self.batch],
-            weight=self.job.rows * self.job.length,
+            self.batches,
+            weights=self.weights,
             step=self.taken,
-            samples=(0, self.job.rows),
+            samples=self.samples,
             timer=self.timer,
         )
+
+
+def _batch(tokens: Any) -> Any:
+    """Rows of one document each, whose labels are the tokens after."""
+    from armillary.data.batch import Batch
+    from armillary.models.layers.documents import Documents
+
+    rows, length = tokens.shape
+    documents = Documents.from_lengths([(length,)] * rows)
+    return Batch(tokens, tokens.roll(-1, 1), documents, tuple(range(rows)))
 
 
 def count_traffic(job: Job) -> dict[str, Any]:
@@ -224,7 +230,7 @@ def measure_memory(job: Job) -> dict[str, Any]:
     run = Run(job)
     run.step()
     model = run.assembly.model
-    model.forward_backward(run.recipe.task, [run.batch])
+    model.forward_backward(run.recipe.task.within(run.weights), run.batches)
     held = list(model.parameters()) + [p.grad for p in model.parameters()]
     held += [
         value

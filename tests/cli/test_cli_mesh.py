@@ -22,6 +22,7 @@ PAGES = {
     "--budget.microbatch-sequences 1",
     "of_one_rank": "debug --world 8 --rank 5 --parallel.pp 2 --parallel.tp 2 --optimizer muon "
     "--budget.microbatch-sequences 1",
+    "experts": "debug-deepseek --world 8 --parallel.tp 2 --parallel.ep 4 --rank 6",
     "uneven": "debug --world 3 --budget.batch-tokens 1536",
 }
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from float8_table import nearest_in_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.kernels.mx import BLOCK, Blocks, mx_numbers, mx_product, round_to_mx
-from test_kernels_float8 import nearest_in_table
 
 
 def by_the_specification(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(3, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.einsum("bsd,efd->ebsf", x, self.up) + self.up_bias[:, None, None]).mean(0)
+        up = torch.einsum("bsd,efd->ebsf", x, self.up) + self.up_bias[:, None, None]
+        return up.tanh().mean(0)
 
 
 class Block(nn.Module):

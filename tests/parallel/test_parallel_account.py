@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from armillary.models.config import ModelConfig
+from armillary.models.deepseek import deepseek
 from armillary.models.llama import Llama, llama3
 from armillary.optim.adamw import AdamW
 from armillary.optim.muon import Muon
@@ -24,6 +25,8 @@ from armillary.parallel.parallelize import parallelize
 from armillary.parallel.pretended import pretended
 
 TINY = Llama(vocab_size=67, dim=24, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=40)
+
+MIXED = deepseek("debug")
 
 HUGE = Parallel(pp=8, dp_shard=8, tp=8)
 
@@ -74,20 +77,46 @@ def test_all_ranks_together_hold_each_parameter_as_often_as_it_is_copied(
         assert books.rank(role.ranks[-1]).bytes == role.example.bytes
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]), st.booleans(),
+)  # fmt: skip
+def test_experts_are_held_as_often_as_the_model_is_copied(
+    pp: int, dp_replicate: int, dp_shard: int, tp: int, cut: bool
+) -> None:
+    ep, expert_tp = (dp_shard, tp) if cut else (min(8, dp_shard * tp), 1)
+    parallel = Parallel(
+        pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, ep=ep, expert_tp=expert_tp
+    )
+    world_size = pp * dp_replicate * dp_shard * tp
+    books = account(parallel, world_size, MIXED)
+    held: Counter[str] = Counter()
+    for rank in range(world_size):
+        for each in books.rank(rank).parameters:
+            held[each.name] += each.elements
+    for name, whole in whole_sizes(MIXED).items():
+        if ".experts." in name:
+            assert held[name] == whole * dp_replicate, name
+
+
 REAL = {
-    "pp2 fsdp2 tp2": (Parallel(pp=2, tp=2), 8),
-    "hsdp, uneven": (Parallel(dp_replicate=2, dp_shard=5), 10),
-    "v-shaped": (Parallel(pp=2, tp=2, schedule="ZBVZeroBubble"), 4),
-    "cp2 tp4": (Parallel(cp=2, tp=4), 16),
+    "pp2 fsdp2 tp2": (TINY, Parallel(pp=2, tp=2), 8),
+    "hsdp, uneven": (TINY, Parallel(dp_replicate=2, dp_shard=5), 10),
+    "v-shaped": (TINY, Parallel(pp=2, tp=2, schedule="ZBVZeroBubble"), 4),
+    "cp2 tp4": (TINY, Parallel(cp=2, tp=4), 16),
+    "experts over tp": (MIXED, Parallel(pp=2, tp=2, ep=4), 16),
+    "experts in pieces": (MIXED, Parallel(dp_replicate=2, tp=2, ep=2, expert_tp=2), 16),
+    "fewer experts than ranks": (MIXED, Parallel(), 16),
 }
 
 
 @pytest.mark.parametrize("case", REAL)
 def test_the_books_say_what_is_there_once_the_mesh_is_real(case: str) -> None:
-    parallel, world_size = REAL[case]
-    books = account(parallel, world_size)
+    model, parallel, world_size = REAL[case]
+    books = account(parallel, world_size, model)
     for rank in (0, world_size // 2, world_size - 1):
-        assert_as_real(TINY, books, parallel, world_size, rank)
+        assert_as_real(model, books, parallel, world_size, rank)
 
 
 def assert_as_real(
@@ -145,6 +174,8 @@ def test_optimizer_state_follows_the_optimizer() -> None:
         if each.name.startswith("layers.") and len(each.shape) == 2
     )
     assert muon.bytes["optimizer"] == 8 * muon.elements - 4 * matrices
+    mixed = account(Parallel(dp_shard=2), 2, MIXED, Muon()).rank(0)
+    assert {each.moments for each in mixed.parameters if ".experts." in each.name} == {1}
 
 
 def test_llama_405b_on_512_ranks_is_as_arithmetic_says() -> None:
@@ -169,6 +200,26 @@ def test_llama_405b_on_512_ranks_is_as_arithmetic_says() -> None:
     # Norms are whole on each of the 8 ranks of tp; everything else is there once.
     assert total == model.parameter_count() + 7 * model.norm_parameters()
     assert_as_real(model, books, HUGE, 512, 7 * 64 + 9)
+
+
+def test_deepseek_v3_on_1024_ranks_is_as_arithmetic_says() -> None:
+    model, parallel = deepseek("671B"), Parallel(pp=16, ep=64)
+    books = account(parallel, 1024, model)
+    total = 0
+    for stage in range(16):
+        held = books.rank(stage * 64 + 5 * stage % 64)
+        # 64 divides all there is: each rank has 4 experts, and a 64th of everything else.
+        wanted = sum(math.prod(each.shape) for each in held.parameters) // 64
+        assert held.elements == wanted
+        assert held.bytes == {
+            "parameters": 4 * wanted, "gradients": 4 * wanted, "optimizer": 8 * wanted,
+        }  # fmt: skip
+        experts = [each for each in held.parameters if ".experts." in each.name]
+        assert {each.local_shape[0] for each in experts} == {4}
+        total += 64 * held.elements
+    assert total == model.parameter_count()
+    assert books.rank(1023).groups["ep"] == tuple(range(960, 1024))
+    assert_as_real(model, books, parallel, 1024, 15 * 64 + 9)
 
 
 def test_the_books_of_405b_need_less_than_2_gigabytes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tensor_cases import LLAMA, Setting, loss_of, mesh_of, relative, split_model, whole_model
 from torch import Tensor
 
+from armillary.kernels import swiglu
 from armillary.models.layers.attention import Attention
 from armillary.models.layers.mlp import SwiGLU
 from armillary.parallel.collectives import all_gather, group_name, reduce_scatter
@@ -26,12 +27,12 @@ BATCH, SHARE, INPUTS = 2, 3, 10
 OUTPUTS = (8, 4, 4)
 
 
-def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
-    """A share, whole rows, and weights before and after, different on every rank."""
+def tensors(dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    """A share, gate and up of whole rows, and weights before and after, different on every rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     length = SHARE * dist.get_world_size()
     share = torch.randn(BATCH, SHARE, INPUTS, generator=generator).to(dtype)
-    rows = torch.randn(BATCH, length, 6, generator=generator).to(dtype)
+    rows = [torch.randn(BATCH, length, 6, generator=generator).to(dtype) for _ in range(2)]
     weights = [torch.randn(out, INPUTS, generator=generator).to(dtype) for out in OUTPUTS]
     last = torch.randn(INPUTS, 6, generator=generator).to(dtype)
     return share, rows, weights, last
@@ -42,20 +43,22 @@ def gathered(x: Tensor, weights: list[Tensor], group: str) -> list[Tensor]:
     return [F.linear(rows, weight) for weight in weights]
 
 
-def scattered(x: Tensor, weight: Tensor, group: str) -> Tensor:
+def scattered(inputs: Sequence[Tensor], weight: Tensor, group: str) -> Tensor:
+    x = inputs[0] if len(inputs) == 1 else swiglu(*inputs)
     return reduce_scatter(F.linear(x, weight), -2, group)
 
 
 def results(
     dtype: torch.dtype,
     gather: Callable[[Tensor, list[Tensor], str], list[Tensor]],
-    scatter: Callable[[Tensor, Tensor, str], Tensor],
+    scatter: Callable[[Sequence[Tensor], Tensor, str], Tensor],
     group: str,
 ) -> list[Tensor]:
     """Values, then gradients, of both products."""
     share, rows, weights, last = tensors(dtype)
-    leaves = [leaf.requires_grad_() for leaf in (share, rows, *weights, last)]
-    values = [*gather(share, weights, group), scatter(rows, last, group)]
+    leaves = [leaf.requires_grad_() for leaf in (share, *rows, *weights, last)]
+    values = [*gather(share, weights, group)]
+    values += [scatter(inputs, last, group) for inputs in (rows, rows[:1])]
     loss = sum((value.float().square() * (index + 1)).sum() for index, value in enumerate(values))
     assert isinstance(loss, Tensor)
     loss.backward()
@@ -72,8 +75,8 @@ def compare_all() -> dict[str, float]:
         expected = results(dtype, gathered, scattered, group)
         with mock.patch.object(decomposed, "Exchange", wraps=decomposed.Exchange) as exchange:
             ours = results(dtype, gather_linear, linear_scatter, group)
-        # Each of the two products, forward and backward, goes once around the ring.
-        assert exchange.call_count == 4 * (dist.get_world_size() - 1)
+        # Each of the three products, forward and backward, goes once around the ring.
+        assert exchange.call_count == 6 * (dist.get_world_size() - 1)
         with fused_semantics():
             fused = results(dtype, gather_linear, linear_scatter, group)
         kind = str(dtype).removeprefix("torch.")
@@ -102,8 +105,8 @@ def check_operators(group: str) -> None:
     """What is said of each operator to the compiler is what it does."""
     share, rows, weights, last = tensors(torch.float32)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    share.requires_grad_()
-    rows.requires_grad_()
+    for tensor in (share, *rows):
+        tensor.requires_grad_()
     operators = torch.ops.armillary
     torch.library.opcheck(
         operators.gather_linear.default, (share, weights, group), test_utils=tests

@@ -133,6 +133,7 @@ def views() -> list[str]:
 
 
 def test_views_of_uneven_and_empty_parts_are_what_torch_understands() -> None:
+    assert torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])
     assert run_ranks(views, 4) == [[]] * 4
 
 

@@ -68,6 +68,7 @@ def compare_all() -> dict[str, float]:
             assert parameter.grad is not None
             note(f"gradient of {kind_of(name)}", relative(gradients[name], parameter.grad))
         compare_inference(whole, split, note)
+    note("logits after a hand-over between stages", hand_over())
     for asynchronous in (False, True):
         over_ranks, alone = bfloat16_errors(mesh, asynchronous=asynchronous)
         note("bfloat16 error over that of one process", over_ranks / alone)
@@ -99,6 +100,26 @@ def compare_inference(whole: nn.Module, split: nn.Module, note: object) -> None:
         )
         note("logits from a cache", relative(ours, theirs))
         tokens, starts = theirs[:, -1:].argmax(-1), None
+
+
+def hand_over() -> float:
+    """A stage without an embedding goes on with the tokens that the stage before it had."""
+    setting = Setting()
+    mesh = mesh_of(setting, dist.get_world_size())
+    whole = whole_model(setting)
+    split, _ = split_model(setting, mesh, whole)
+    later, _ = split_model(setting, mesh, whole)
+    tokens, _, documents = batch()
+    context = split.context(tokens, documents)
+    hidden = split.embedding(tokens)
+    first = split.layers["0"]
+    visible = context.visible[None]
+    hidden = first(hidden, context.rope, visible)
+    assert hidden.shape == (tokens.shape[0], LENGTH // dist.get_world_size(), 48)
+    del later.embedding, later.layers["0"]
+    context = later.context(tokens, documents)
+    handed_over = later.head(later.norm(later.run(hidden, context)))
+    return relative(handed_over.detach(), whole(tokens, documents).detach())
 
 
 def bfloat16_errors(mesh: Mesh, *, asynchronous: bool) -> tuple[float, float]:
@@ -164,30 +185,6 @@ def test_a_compiled_block_is_one_graph_that_blocks_share_with_the_same_numbers()
     for result in itertools.chain.from_iterable(run_ranks(compare_compiled, 2)):
         assert result.pop("graphs") == 1 == result.pop("graphs for rows that are not split", 1)
         assert max(result.values()) <= 1e-5, result
-
-
-def hand_over() -> float:
-    """A stage without an embedding goes on with the tokens that the stage before it had."""
-    setting = Setting()
-    mesh = mesh_of(setting, dist.get_world_size())
-    whole = whole_model(setting)
-    split, _ = split_model(setting, mesh, whole)
-    later, _ = split_model(setting, mesh, whole)
-    tokens, _, documents = batch()
-    context = split.context(tokens, documents)
-    hidden = split.embedding(tokens)
-    first = split.layers["0"]
-    visible = context.visible[None]
-    hidden = first(hidden, context.rope, visible)
-    assert hidden.shape == (tokens.shape[0], LENGTH // dist.get_world_size(), 48)
-    del later.embedding, later.layers["0"]
-    context = later.context(tokens, documents)
-    handed_over = later.head(later.norm(later.run(hidden, context)))
-    return relative(handed_over.detach(), whole(tokens, documents).detach())
-
-
-def test_stages_hand_over_split_tokens() -> None:
-    assert max(run_ranks(hand_over, 2)) <= 1e-5
 
 
 def test_every_rank_of_an_imagined_mesh_can_be_cut_without_its_peers() -> None:

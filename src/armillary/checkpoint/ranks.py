@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -95,16 +95,22 @@ class Ranks:
         return mine[0]
 
     def sum_and_any(self, number: int, flag: bool) -> tuple[int, bool]:
-        """The sum of a number over all ranks, and whether any rank set its flag.
+        """See `sums_and_any`, for one number."""
+        (total,), any_flag = self.sums_and_any((number,), flag)
+        return total, any_flag
+
+    def sums_and_any(self, numbers: Sequence[int], flag: bool) -> tuple[tuple[int, ...], bool]:
+        """The sums of numbers over all ranks, and whether any rank set its flag.
 
         One small collective between hosts, so no device is waited for. It is part of every step,
         and over the run's group therefore: a rank that hangs is noticed as soon as in the others.
         """
         if not self.distributed:
-            return number, flag
-        both = torch.tensor([number, int(flag)], dtype=torch.int64)
+            return tuple(numbers), flag
+        both = torch.tensor([*numbers, int(flag)], dtype=torch.int64)
         dist.all_reduce(both)
-        return int(both[0]), bool(both[1])
+        *totals, flags = both.tolist()
+        return tuple(totals), bool(flags)
 
     def close(self) -> None:
         """Gives the group back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -133,18 +134,13 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _tensors(tensors: list[dict[str, Any]]) -> str:
-    """One line for the tensors of all layers that are alike."""
-    alike: dict[tuple[str, str, str, int], list[int]] = {}
+    """One line for tensors that are alike in every layer that has one."""
+    alike: Counter[tuple[str, str, str, str]] = Counter()
     for each in tensors:
-        layer = re.search(r"(?<=layers\.)\d+", each["name"])
         name = re.sub(r"(?<=layers\.)\d+", "*", each["name"], count=1)
-        key = (name, _shape(each["shape"]), _shape(each["local_shape"]), each["moments"])
-        alike.setdefault(key, []).append(int(layer[0]) if layer else -1)
-    rows = [
-        (name, whole, here, str(moments), str(len(found)))
-        for (name, whole, here, moments), found in alike.items()
-    ]
-    header = ("parameter", "whole", "here", "moments", "layers")
+        alike[name, _shape(each["shape"]), _shape(each["local_shape"]), str(each["moments"])] += 1
+    rows = [(*key, str(count)) for key, count in alike.items()]
+    header = ("parameter", "whole", "here", "moments", "tensors")
     return table(header, rows, ("parameter", "whole", "here"))
 
 

@@ -20,6 +20,7 @@ from armillary.models.decoder import Decoder
 from armillary.models.layers.cache import KeyValueCache
 from armillary.models.layers.documents import Documents
 from armillary.models.layers.embedding import Head
+from armillary.parallel.model import ParallelModel
 
 OnToken = Callable[[int, int], None]
 """Told (row, token) as soon as a token is chosen."""
@@ -27,7 +28,7 @@ OnToken = Callable[[int, int], None]
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Decoder | ParallelModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -76,14 +77,14 @@ def generate(
 
 
 def _continued(
-    model: Decoder,
+    model: Decoder | ParallelModel,
     prompts: Sequence[Sequence[int]],
     most: int,
     eos_id: int | None,
     pick: Callable[[Tensor, int], list[int]],
 ) -> Iterator[tuple[int, int]]:
     """(row, token) of every new token as it is chosen, until each row has ended or has `most`."""
-    device = model.embedding.weight.device
+    device = model.device if isinstance(model, ParallelModel) else model.embedding.weight.device
     tokens, documents = _padded(prompts, device)
     cache = KeyValueCache(tokens.shape[1] + most)
     open_rows = list(range(len(prompts)))

@@ -98,14 +98,15 @@ def float8_product(
             device can. On a CPU both give the same bits, in fp32.
         fast: in 8 bits, let a GPU sum with fewer bits than fp32 has.
     """
+    a, b = _padded(a), _padded(b)
     if emulate or not can_multiply(dtype, a.values.device):
         return (numbers(a) @ numbers(b).mT).to(dtype)
     if a.scale.dim() == b.scale.dim() == 0:
         scale_a, scale_b = a.scale, b.scale
     else:
         scale_a, scale_b = _by_row(a), _by_row(b).mT
-    left, right = _padded(a.values).contiguous(), _padded(b.values).contiguous()
-    return scaled_mm(left, right.mT, scale_a, scale_b, dtype, fast=fast)
+    left, right = a.values.contiguous(), b.values.contiguous().mT
+    return scaled_mm(left, right, scale_a, scale_b, dtype, fast=fast)
 
 
 def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
@@ -120,12 +121,16 @@ def has_float8_units(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _padded(values: Tensor) -> Tensor:
-    """With columns of zeros, which add nothing, up to the 16 that the hardware reads at once."""
-    missing = -values.shape[-1] % 16
+def _padded(x: Scaled) -> Scaled:
+    """With columns of zeros, which add nothing, up to the 16 that the hardware reads at once.
+
+    Emulation does the same, so that it adds up in the same order.
+    """
+    missing = -x.values.shape[-1] % 16
     if missing == 0:
-        return values
-    return F.pad(values.view(torch.uint8), (0, missing)).view(values.dtype)
+        return x
+    bits = F.pad(x.values.view(torch.uint8), (0, missing))  # a float8 tensor cannot be padded
+    return Scaled(bits.view(x.values.dtype), x.scale)
 
 
 def _by_row(x: Scaled) -> Tensor:

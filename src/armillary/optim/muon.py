@@ -104,7 +104,7 @@ class Muon(OptimizerConfig):
         from armillary.optim.optimizers import Optimizers
 
         shapes = whole_shapes(model)
-        candidates = [name for name, shape in shapes.items() if _is_matrix(name, shape)]
+        candidates = [name for name, shape in shapes.items() if is_matrix(name, shape)]
         problems = [
             *self.problems(),
             *pattern_problems("optimizer.matrices", self.matrices, candidates, ()),
@@ -147,6 +147,6 @@ class Muon(OptimizerConfig):
         )
 
 
-def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter is a matrix or a stack of them, by the shape of the whole."""
     return len(shape) in (2, 3) and not name.endswith("bias")

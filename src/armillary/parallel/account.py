@@ -18,7 +18,7 @@ from torch import nn
 from armillary.models.config import ModelConfig
 from armillary.optim.config import OptimizerConfig
 from armillary.optim.groups import matches
-from armillary.optim.muon import Muon
+from armillary.optim.muon import Muon, is_matrix
 from armillary.parallel.config import Parallel
 from armillary.parallel.data_sharding import DATA_AXIS, data_dim
 from armillary.parallel.experts.expert_parallel import split_experts
@@ -211,7 +211,7 @@ class Account:
         """AdamW keeps two, Muon one of the matrices that it updates."""
         config = self._optimizer
         by_muon = isinstance(config, Muon) and matches(name, config.matrices)
-        return 1 if by_muon and len(layout.shape) == 2 else 2
+        return 1 if by_muon and is_matrix(name, layout.shape) else 2
 
 
 def _layers(part: nn.Module) -> Iterator[str]:

@@ -7,12 +7,9 @@ from torch import nn
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, or of a part of one, in order: the children of `layers`."""
-    return list(_layers(model).values())
-
-
-def numbered_blocks(model: nn.Module) -> dict[int, nn.Module]:
-    """The blocks by their number in the whole model, of which this may be a part."""
-    return {int(name): block for name, block in _layers(model).items()}
+    layers = getattr(model, "layers", None)
+    assert isinstance(layers, nn.ModuleDict), f"{type(model).__name__}.layers is no ModuleDict"
+    return list(layers.values())
 
 
 def modules_around_blocks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -37,9 +34,3 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((module, name))
     return [found for found in places.values() if len(found) > 1]
-
-
-def _layers(model: nn.Module) -> nn.ModuleDict:
-    layers = getattr(model, "layers", None)
-    assert isinstance(layers, nn.ModuleDict), f"{type(model).__name__}.layers is no ModuleDict"
-    return layers

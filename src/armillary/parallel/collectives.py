@@ -48,7 +48,7 @@ def group_name(group: ProcessGroup | None) -> str | None:
 def resolve_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     # The one private part of torch here.
-    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
 
 

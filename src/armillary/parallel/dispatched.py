@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+
+from armillary.parallel.collectives import resolve_group
 
 
 def name(operator: Any) -> str:
@@ -26,8 +27,7 @@ def group_of(named: Mapping[str, Any]) -> ProcessGroup:
     """The group of a collective: operators of c10d get it boxed, functional ones its name."""
     if "process_group" in named:
         return ProcessGroup.unbox(named["process_group"])
-    group: ProcessGroup = _resolve_process_group(named["group_name"])
-    return group
+    return resolve_group(named["group_name"])
 
 
 def call_kernel(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

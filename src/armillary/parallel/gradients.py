@@ -20,6 +20,9 @@ from armillary.parallel.model import ParallelModel
 GROUPS = ("embedding", "attention", "feed_forward", "experts", "router", "norms", "head", "other")
 """Kinds of parameters of which norms can be asked."""
 
+_PIECE = 1 << 18
+"""Elements whose squares are added at a time."""
+
 
 @torch.no_grad()
 def scale_and_clip(
@@ -58,15 +61,18 @@ def gradient_norms(model: ParallelModel, order: float = 2.0) -> Tensor:
     """
     assert order in (2.0, math.inf)
     total = torch.zeros(len(GROUPS), dtype=torch.float64, device=model.mesh.device)
-    counted = {
-        kind: [gradient for name, gradient in _counted(model) if kind_of(name) == kind]
-        for kind in GROUPS
-    }
-    for index, gradients in enumerate(counted.values()):
+    counted: dict[str, list[Tensor]] = {}
+    for name, gradient in _counted(model):
+        # In pieces, since a CPU makes a float64 copy of what it is given.
+        counted.setdefault(kind_of(name), []).extend(torch.split(gradient.reshape(-1), _PIECE))
+    for kind, gradients in counted.items():
+        index = GROUPS.index(kind)
         for same in _by_device_and_dtype(gradients):
             norms = torch.stack(torch._foreach_norm(same, order, dtype=torch.float64))
             if order == math.inf:
-                largest = norms.max().nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks drops NaNs
+                largest = norms.max().nan_to_num(
+                    nan=math.inf, posinf=math.inf
+                )  # a maximum over ranks drops NaNs
                 total[index] = torch.maximum(total[index], largest.to(total.device))
             else:
                 total[index] += norms.square().sum().to(total.device)

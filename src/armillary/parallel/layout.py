@@ -239,14 +239,17 @@ def whole_view(name: str, tensor: Tensor, layouts: Layouts, mesh: ViewedMesh) ->
     )
     view = mesh.dense_view if layout.view == "dense" else mesh.expert_view
     assert view is not None, f"{name} is cut without a process group"
-    return DTensor.from_local(
-        local,
+    # Described on meta: from_local would move to the device what is kept on the host.
+    described = DTensor.from_local(
+        torch.empty_like(local, device="meta"),
         view[CUTTING_AXES[layout.view]],
         placements(layout),
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=torch.empty(layout.shape, device="meta").stride(),
     )
+    # The one private part of torch here; see the test that names the versions.
+    return DTensor(local.detach(), described._spec, requires_grad=False)
 
 
 def placements(layout: Layout) -> list[Placement]:

@@ -52,7 +52,7 @@ Entry = tuple[str, str]
 """(axis, operation)."""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Counts, while it is entered, what this rank sends. To be entered on the ranks of interest.
 
     The axes of one mesh may have the same ranks, and then share a group: on two ranks, `fsdp` and
@@ -62,7 +62,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
         self._axes = _axes_by_group(mesh)
         self._calls: Counter[Entry] = Counter()
@@ -222,7 +222,7 @@ def _kept(arguments: Mapping[str, Any], source: str, size: int, ranks: int, rank
     tensors = arguments[source]
     if isinstance(tensors, (list, tuple)):
         return _bytes(tensors[rank])
-    splits = arguments.get("input_split_sizes")
+    splits: Sequence[int] | None = arguments.get("input_split_sizes")
     if not splits:
         return size // ranks
     return size * splits[rank] // max(sum(splits), 1)

@@ -25,6 +25,7 @@ from armillary.parallel.layout import (
     whole_view,
 )
 from armillary.parallel.mesh import Mesh
+from armillary.precision.low_precision import Report
 
 if TYPE_CHECKING:
     from armillary.data.batch import Batch
@@ -100,6 +101,7 @@ class ParallelModel:
         executor: how batches go through the parts.
         gradient_hooks: run after the backward passes of a step, before other sums over ranks.
         counted_elsewhere: names of parameters here that another rank counts for this one as well.
+        conversions: of each part, which layers compute in low precision, and why others do not.
     """
 
     def __init__(
@@ -112,11 +114,13 @@ class ParallelModel:
         executor: Executor,
         gradient_hooks: Sequence[Callable[[], None]] = (),
         counted_elsewhere: Collection[str] = (),
+        conversions: Sequence[Report] = (),
     ) -> None:
         self.parts = list(parts)
         self.layouts = layouts
         self.mesh = mesh
         self.whole = whole
+        self.conversions = tuple(conversions)
         self._executor = executor
         self._gradient_hooks = tuple(gradient_hooks)
         self._counted_elsewhere = frozenset(counted_elsewhere)

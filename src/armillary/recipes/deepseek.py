@@ -22,8 +22,7 @@ from armillary.data.corpus_tables import HuggingFace
 from armillary.data.tokenizer_subword import File
 from armillary.models.deepseek import deepseek
 from armillary.optim.adamw import AdamW
-from armillary.optim.config import ScheduleConfig
-from armillary.optim.schedule import Cosine, WarmupStableDecay
+from armillary.optim.schedule import Cosine, ScheduleConfig, WarmupStableDecay
 from armillary.parallel.config import Compile, Full
 from armillary.recipe.budget import Budget, Validation
 from armillary.recipe.recipe import Recipe

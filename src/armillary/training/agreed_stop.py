@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from armillary.checkpoint.ranks import Ranks
@@ -22,15 +23,15 @@ class AgreedStop:
         Raises:
             Stopped: some rank was asked to stop.
         """
-        self.sum(0)
+        self.sums(())
 
-    def sum(self, number: int) -> int:
-        """The sum of a number over all ranks: `check` on the way of a sum that is needed anyway.
+    def sums(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The sums of numbers over all ranks: `check` on the way of sums that are needed anyway.
 
         Raises:
             Stopped: some rank was asked to stop.
         """
-        total, stop = self.ranks.sum_and_any(number, self.request.requested)
+        totals, stop = self.ranks.sums_and_any(numbers, self.request.requested)
         if stop:
             raise Stopped(self.request.signal_name or "another rank")
-        return total
+        return totals

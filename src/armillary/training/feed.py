@@ -16,8 +16,9 @@ class StepInput:
     """This rank's microbatches of one optimizer step."""
 
     microbatches: list[Batch]
-    weight: int
-    """Valid tokens in them; 0 where another rank with the same rows counts them."""
+    weights: tuple[int, ...]
+    """Of each term of the loss, the main one first: valid tokens in them; 0 where another rank with
+    the same rows counts them."""
     samples: tuple[int, int]
     """Global sample positions [first, last) of the whole step."""
 
@@ -38,7 +39,7 @@ def _make(assembly: Assembly, first: int, last: int) -> StepInput:
     microbatches = [
         assembly.data.training.batch(first, last, rows=rows) for rows in assembly.shape.rows()
     ]
-    counted = microbatches if assembly.model.counts_rows else []
-    weight = sum(assembly.task.weight(batch) for batch in counted)
+    terms = zip(*(assembly.task.weights(batch) for batch in microbatches), strict=True)
+    weights = tuple(sum(term) * assembly.model.counts_rows for term in terms)
     device = assembly.mesh.device
-    return StepInput([batch.to(device) for batch in microbatches], weight, (first, last))
+    return StepInput([batch.to(device) for batch in microbatches], weights, (first, last))

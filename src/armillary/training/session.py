@@ -115,7 +115,8 @@ class Session:
 
     def _step(self, mine: StepInput) -> None:
         step = self.position.step + 1
-        weight = self.stop.sum(mine.weight)
+        weights = self.stop.sums(mine.weights)
+        weight = weights[0]
         if weight == 0:
             first, last = mine.samples
             raise RunError(Problem(f"step {step}, samples [{first}, {last}): no token to learn"))
@@ -123,7 +124,7 @@ class Session:
         result = optimizer_step(
             self.assembly,
             mine.microbatches,
-            weight=weight,
+            weights=weights,
             step=step,
             samples=mine.samples,
             timer=self._timer,

@@ -41,18 +41,19 @@ def optimizer_step(
     assembly: Assembly,
     microbatches: Sequence[Batch],
     *,
-    weight: int,
+    weights: tuple[int, ...],
     step: int,
     samples: tuple[int, int],
     timer: StepTimer,
 ) -> StepResult:
     """Forward, backward and update over this rank's share of the global batch.
 
-    Every gradient is that of (sum of the loss over the global step) / `weight`, so neither the
+    Every gradient is that of (sum of the loss over the global step) / weight, so neither the
     accumulation split, nor ragged masks, nor the number of ranks enters the result.
 
     Args:
-        weight: Valid tokens of the global step, over all ranks; at least 1.
+        weights: Of each term of the loss over the global step and all ranks; the first, its valid
+            tokens, at least 1.
         step: The step about to be taken, counting from 1.
         samples: Its global sample positions [first, last).
 
@@ -60,8 +61,9 @@ def optimizer_step(
         RunError: the loss or the gradient norm is not finite; parameters and optimizer untouched.
     """
     model, mesh, optimizers = assembly.model, assembly.mesh, assembly.optimizers
+    task, weight = assembly.task.within(weights), weights[0]
     with timer.phase("forward_backward"):
-        loss = mesh.sum_over(model.forward_backward(assembly.task, microbatches), LOSS_AXES)
+        loss = mesh.sum_over(model.forward_backward(task, microbatches), LOSS_AXES)
         norms = _REPORTED[assembly.recipe.telemetry.gradient_norms](model)
         norm = scale_and_clip(model, weight, assembly.recipe.max_gradient_norm)
         with seen_by_every_rank():

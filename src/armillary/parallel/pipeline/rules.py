@@ -24,7 +24,7 @@ def splits_backward(parallel: Parallel) -> bool:
 
 
 def split_backward_problems(scale: Scale, n_layers: int) -> list[Problem]:
-    """Passes whose graphs can be gone through only once, where a schedule does so twice.
+    """Passes that do not go with a schedule which splits the backward pass.
 
     Args:
         scale: with an arrangement that is resolved and without problems.
@@ -32,21 +32,22 @@ def split_backward_problems(scale: Scale, n_layers: int) -> list[Problem]:
     """
     if not splits_backward(scale.parallel):
         return []
-    why = f"parallel.schedule = {scale.parallel.schedule} goes through a graph twice"
+    why = f"parallel.schedule = {scale.parallel.schedule} splits the backward pass"
     found = []
     if scale.compile.enabled:
+        # A compiled block computes both halves at once, so each half would cost the whole.
         found.append(
             Problem(
-                f"{why}, and a compiled one frees what it holds: compile.enabled = true",
-                allowed="compile.enabled = false, or a schedule that does not split backward",
+                f"{why}, which torch does not support with compile.enabled = true",
+                allowed="compile.enabled = false, or a schedule that does not split it",
                 fix="--parallel.schedule Interleaved1F1B",
             )
         )
     if any(scale.activation_checkpoint.kept(block) for block in range(n_layers)):
         found.append(
             Problem(
-                f"{why}, and activations that are kept by operator are gone after the first time",
-                allowed="activation_checkpoint none, full or every-k, or another schedule",
+                f"{why}, and activations that are kept by operator are gone after its first half",
+                allowed="activation_checkpoint none, full, every-k or offload, or another schedule",
                 fix="--activation-checkpoint full",
             )
         )

@@ -67,10 +67,11 @@ def build_schedule(
         )
         return schedule
     except (ValueError, AssertionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
             Problem(
                 f"parallel.schedule = {name} cannot be run with {microbatches} microbatches: "
-                + str(error).splitlines()[0],
+                f"{reason}",
                 allowed="another schedule, or another number of microbatches",
                 fix="--parallel.schedule GPipe",
             )

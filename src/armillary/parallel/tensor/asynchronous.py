@@ -52,13 +52,12 @@ def _overlapped_projection(
 
 def _overlapped_output(linear: Linear, ranks: TensorRanks) -> Callable[..., Tensor]:
     def overlapped(*inputs: Tensor) -> Tensor:
-        x = product_input(linear, inputs)
-        weight = linear.weight.to(x.dtype)
+        weight = linear.weight.to(inputs[0].dtype)
         if _is_plain([linear], ranks):
             assert ranks.group is not None
-            y = linear_scatter(x, weight, ranks.group)
+            y = linear_scatter(inputs, weight, ranks.group)
         else:
-            y = ranks.leave(linear.product(x, weight))
+            y = ranks.leave(linear.product(product_input(linear, inputs), weight))
         return _biased(linear, y)  # added once: each rank has its own tokens now
 
     return overlapped

@@ -4,18 +4,20 @@ Each rank multiplies the tokens that it has while its neighbour's are on their w
 share of the next partial sum while the last one travels. (Wang et al. 2023, "Overlap communication
 with dependent computation via decomposition", section 3)
 
-The four functions at the end are operators, opaque to compilation like those of `collectives`:
+`gather_linear` and `linear_scatter` are opaque to compilation like the operators of `collectives`;
 values and gradients are those of `all_gather` then `linear`, and of `linear` then `reduce_scatter`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from armillary.kernels import swiglu
 from armillary.parallel.collectives import Exchange, Gathering, resolve_group, resolve_size
 from armillary.parallel.tensor import symmetric
 from armillary.parallel.tensor.region import SEQUENCE
@@ -27,9 +29,15 @@ def gather_linear(x: Tensor, weights: list[Tensor], group: str) -> list[Tensor]:
     return products
 
 
-def linear_scatter(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """x `[..., S, F]` times weight `[D, F]`, summed over ranks: this one's `[..., S/R, D]`."""
-    out: Tensor = _linear_scatter(x, weight, group)
+def linear_scatter(inputs: Sequence[Tensor], weight: Tensor, group: str) -> Tensor:
+    """x `[..., S, F]` times weight `[D, F]`, summed over ranks: this one's `[..., S/R, D]`.
+
+    Args:
+        inputs: x; or gate and up, of which x = silu(gate) * up is made, and not kept.
+        weight: of the same dtype.
+        group: name of the ranks.
+    """
+    out: Tensor = _linear_scatter(list(inputs), weight, group)
     return out
 
 
@@ -113,16 +121,24 @@ def _gather_linear_backward(
 
 
 @torch.library.custom_op("armillary::linear_scatter", mutates_args=())
-def _linear_scatter(x: Tensor, weight: Tensor, group: str) -> Tensor:
+def _linear_scatter(inputs: list[Tensor], weight: Tensor, group: str) -> Tensor:
+    x = inputs[0] if len(inputs) == 1 else swiglu(*inputs)
     return _multiply_and_scatter([x], [weight], group)
 
 
 @torch.library.custom_op("armillary::linear_scatter_backward", mutates_args=())
 def _linear_scatter_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, inputs: list[Tensor], weight: Tensor, group: str
+) -> list[Tensor]:
+    """Gradient of the weight, then those of the inputs."""
     rows, (grad_x,) = _gather_and_multiply(grad, [weight.mT], group)
-    return grad_x, _weight_gradient(rows, x)
+    if len(inputs) == 1:
+        return [_weight_gradient(rows, inputs[0]), grad_x]
+    gate, up = inputs
+    activated = F.silu(gate)
+    grad_weight = _weight_gradient(rows, activated * up)
+    grad_gate = torch.ops.aten.silu_backward(grad_x * up, gate)
+    return [grad_weight, grad_gate, grad_x.mul_(activated)]
 
 
 @_gather_linear.register_fake
@@ -136,14 +152,15 @@ def _(grads: list[Tensor], x: Tensor, weights: list[Tensor], group: str) -> list
 
 
 @_linear_scatter.register_fake
-def _(x: Tensor, weight: Tensor, group: str) -> Tensor:
+def _(inputs: list[Tensor], weight: Tensor, group: str) -> Tensor:
+    x = inputs[0]
     share = x.shape[SEQUENCE] // resolve_size(group)
     return x.new_empty((*x.shape[:-2], share, weight.shape[0]))
 
 
 @_linear_scatter_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _(grad: Tensor, inputs: list[Tensor], weight: Tensor, group: str) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (weight, *inputs)]
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: Any) -> None:
@@ -157,14 +174,15 @@ def _gather_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, list[Tensor
     return grad_x, grad_weights, None
 
 
-def _keep_scatter(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Any) -> None:
-    x, weight, ctx.group = inputs
-    ctx.save_for_backward(x, weight)
+def _keep_scatter(ctx: Any, inputs: tuple[list[Tensor], Tensor, str], output: Any) -> None:
+    factors, weight, ctx.group = inputs
+    ctx.save_for_backward(weight, *factors)
 
 
-def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight = ctx.saved_tensors
-    return *_linear_scatter_backward(grad, x, weight, ctx.group), None
+def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], Tensor, None]:
+    weight, *factors = ctx.saved_tensors
+    grad_weight, *grads = _linear_scatter_backward(grad, factors, weight, ctx.group)
+    return grads, grad_weight, None
 
 
 _gather_linear.register_autograd(_gather_gradient, setup_context=_keep_gather)
