@@ -6,7 +6,7 @@
    that the closed forms of `scaling_minimum.py` allow.
 2. Processor seconds for each token of a rank on 1, 2 and 4 ranks, each with as many tokens.
 3. Bytes of parameters, gradients and optimizer state that a rank holds on 1, 2 and 4 ranks of
-   FSDP: accounted, and as the resident memory of the process grows.
+   FSDP: accounted, and as the resident memory of the process shrinks without them.
 
 Nothing here depends on how fast links are; processor seconds depend on the machine.
 """
@@ -118,7 +118,8 @@ def _speed(lines: Sequence[dict[str, Any]]) -> None:
 def _memory(lines: Sequence[dict[str, Any]]) -> None:
     print("\nHeld by a rank: parameters, gradients and optimizer state (the fullest rank)")
     print(
-        f"{'mesh':22}{'model':8}{'accounted MB':>14}{'x ranks':>9}{'resident MB':>13}{'x ranks':>9}"
+        f"{'mesh':22}{'model':8}{'accounted MB':>14}{'x ranks':>9}"
+        f"{'resident MB':>13}{'x ranks':>9}{'grown MB':>10}"
     )
     first = lines[0]
     for line in lines:
@@ -128,6 +129,7 @@ def _memory(lines: Sequence[dict[str, Any]]) -> None:
             f"{line['mesh']:22}{line['model']:8}{accounted / 1e6:14.1f}"
             f"{accounted * scale / first['accounted_bytes']:9.3f}"
             f"{resident / 1e6:13.1f}{resident * scale / first['resident_bytes']:9.3f}"
+            f"{line['grown_bytes'] / 1e6:10.1f}"
         )
     print("(x ranks: times the number of ranks, over that of one rank; 1 is ideal)")
 

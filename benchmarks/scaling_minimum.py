@@ -83,17 +83,18 @@ def minimum(parallel: Any, sizes: Sizes) -> dict[str, float]:
     """Bytes that a rank sends on each axis of a resolved mesh; of stages, the busiest rank."""
     grid = parallel.grid
     found = {}
-    if grid.degree("fsdp") > 1:
-        found["fsdp"] = data_sharding(
-            grid.degree("fsdp"),
-            sizes,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            with_experts=grid.degree("expert_fsdp") == grid.degree("fsdp"),
+    dense, own = grid.degree("fsdp"), grid.degree("expert_fsdp")
+    if dense > 1:
+        found["fsdp"] = data_sharding(dense, sizes, tp=parallel.tp, pp=parallel.pp)
+    if own > 1 and sizes.experts:
+        axis = (
+            "fsdp" if grid.members(0, "fsdp") == grid.members(0, "expert_fsdp") else "expert_fsdp"
         )
+        cut = parallel.ep * parallel.expert_tp * parallel.pp
+        found[axis] = found.get(axis, 0.0) + expert_sharding(own, sizes, cut=cut)
     rows = sizes.rows // grid.data_size
     if parallel.tp > 1:
-        found["tp"] = tensor(parallel.tp, sizes, rows=rows, fsdp=grid.degree("fsdp"))
+        found["tp"] = tensor(parallel.tp, sizes, rows=rows, fsdp=dense)
     if parallel.pp > 1:
         found["pp"] = pipeline(parallel.pp, sizes, rows=rows)
     if parallel.cp > 1:
@@ -103,7 +104,7 @@ def minimum(parallel: Any, sizes: Sizes) -> dict[str, float]:
     return found
 
 
-def data_sharding(ranks: int, sizes: Sizes, *, tp: int, pp: int, with_experts: bool) -> float:
+def data_sharding(ranks: int, sizes: Sizes, *, tp: int, pp: int) -> float:
     """FSDP that frees the weights of blocks after their forward pass.
 
     A rank has 1 / R of each weight. The weights of a block are needed by its forward pass and,
@@ -117,10 +118,20 @@ def data_sharding(ranks: int, sizes: Sizes, *, tp: int, pp: int, with_experts: b
     """
     share = 1 / tp
     uncut = sizes.uncut * (1 - share)
-    blocks = sizes.block_weights * share + uncut + (sizes.experts if with_experts else 0)
+    blocks = sizes.block_weights * share + uncut
     blocks, outside = blocks / pp, sizes.outside * share / min(pp, 2)
     gathered = 2 * sizes.element_bytes * blocks + 4 * outside
     return _off(ranks) * (gathered + GRADIENT_BYTES * (blocks + outside))
+
+
+def expert_sharding(ranks: int, sizes: Sizes, *, cut: int) -> float:
+    """FSDP of the experts of which ep, expert_tp and pp leave one part in `cut`.
+
+    As for blocks: two gathers and a reduction, f (2 b + 4) P. Where the experts are sharded over
+    the same ranks as all else, it is the same axis.
+    """
+    per_element = 2 * sizes.element_bytes + GRADIENT_BYTES
+    return _off(ranks) * per_element * sizes.experts / cut
 
 
 def tensor(ranks: int, sizes: Sizes, *, rows: int, fsdp: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -225,7 +226,15 @@ def measure_speed(job: Job) -> dict[str, Any]:
 
 
 def measure_memory(job: Job) -> dict[str, Any]:
-    """Bytes held after a backward pass, when gradients and optimizer state are there."""
+    """Bytes held after a backward pass, when gradients and optimizer state are there.
+
+    Resident is by how much the process shrinks when exactly they are freed; grown is by how much it
+    grew since before the model, with the buffers of communication.
+    """
+    from armillary.parallel.layout import local_tensor
+
+    # Libraries and communicators of the first step are not the model's: a small one loads them.
+    Run(dataclasses.replace(job, model="dense")).step()
     before = _resident_bytes()
     run = Run(job)
     run.step()
@@ -238,16 +247,27 @@ def measure_memory(job: Job) -> dict[str, Any]:
         for state in optimizer.state.values()
         for value in state.values()
     ]
-    accounted = sum(_local_bytes(tensor) for tensor in held)
-    del held
-    return {"accounted_bytes": accounted, "resident_bytes": _resident_bytes() - before}
+    local = [local_tensor(tensor) for tensor in held]
+    accounted = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    full = _resident_bytes()
+    for tensor in local:
+        _forget(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return {
+        "accounted_bytes": accounted,
+        "resident_bytes": full - _resident_bytes(),
+        "grown_bytes": full - before,
+    }
 
 
-def _local_bytes(tensor: Any) -> int:
-    from armillary.parallel.layout import local_tensor
+def _forget(address: int, size: int) -> None:
+    """Gives whole pages back to the system, whoever still refers to them: the run is over."""
+    import ctypes
 
-    local = local_tensor(tensor)
-    return cast(int, local.numel() * local.element_size())
+    page, dont_need = os.sysconf("SC_PAGE_SIZE"), 4
+    first, last = -(-address // page) * page, (address + size) // page * page
+    if last > first:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), dont_need) == 0
 
 
 def _resident_bytes() -> int:

@@ -29,7 +29,9 @@ class Case:
 
 
 def _mesh(**degrees: int) -> dict[str, str]:
-    leaves = {"parallel.dp_shard": "1"} | {f"parallel.{axis}": str(n) for axis, n in degrees.items()}
+    leaves = {"parallel.dp_shard": "1"} | {
+        f"parallel.{axis}": str(n) for axis, n in degrees.items()
+    }
     return leaves
 
 
@@ -113,9 +115,7 @@ def _two() -> dict[str, Case]:
         "moe-cp2": Case(world=2, model="moe", leaves=_mesh(cp=2)),
         "deepseek-ep2": Case(world=2, model="deepseek", leaves=fsdp2 | {"parallel.ep": "2"}),
         "deepseek-tp2": Case(world=2, model="deepseek", leaves=tp2, fast=True),
-        "deepseek-cp2-ring": Case(
-            world=2, model="deepseek", leaves=_mesh(cp=2) | CONTEXTS["ring"]
-        ),
+        "deepseek-cp2-ring": Case(world=2, model="deepseek", leaves=_mesh(cp=2) | CONTEXTS["ring"]),
         "gpt-oss-tp2": Case(world=2, model="gpt-oss", leaves=tp2),
         "gpt-oss-cp2": Case(world=2, model="gpt-oss", leaves=_mesh(cp=2)),
         "gpt-oss-ep2": Case(world=2, model="gpt-oss", leaves=fsdp2 | {"parallel.ep": "2"}),

@@ -17,7 +17,7 @@ from armillary.models.layers.moe import MoE
 from armillary.models.qwen3_moe import Qwen3MoE
 from armillary.models.routing import RouterConfig
 from armillary.optim.adamw import AdamW
-from armillary.parallel.config import Full, NoCheckpoint, Parallel, Scale
+from armillary.parallel.config import Full, NoCheckpoint, Parallel, Scale, Selective
 from armillary.parallel.gradients import norms_by_name, scale_and_clip
 from armillary.parallel.layout import local_tensor
 from armillary.parallel.materialise import materialise
@@ -49,7 +49,8 @@ CASES = {
         "ep 2, recomputed, two microbatches": Case(
             parallel=Parallel(dp_shard=2, ep=2), recomputed=Full(), microbatches=2
         ),
-        "fsdp 2": Case(parallel=Parallel(dp_shard=2)),
+        "ep 2, selective": Case(parallel=Parallel(dp_shard=2, ep=2), recomputed=Selective()),
+        "fsdp 2, selective": Case(parallel=Parallel(dp_shard=2), recomputed=Selective()),
         "tp 2, expert_tp 2": Case(parallel=Parallel(tp=2, dp_shard=1, expert_tp=2)),
         "tp 2, ep 2": Case(parallel=Parallel(tp=2, dp_shard=1, ep=2)),
         "cp 2, ep 2": Case(parallel=Parallel(cp=2, dp_shard=1, ep=2)),

@@ -1,7 +1,8 @@
-"""The pass that converts products: what it takes, what it leaves and why, and what stays the same."""
+"""The pass that converts products: what it takes, what it leaves and why, what stays the same."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from functools import partial
 
@@ -33,9 +34,9 @@ from armillary.precision.config import (
 )
 from armillary.precision.low_precision import Report, convert_linears, matches, plan_conversion
 from armillary.precision.products import LowPrecisionProduct
-from armillary.recipe.overrides import apply_overrides
+from armillary.recipe.overrides import TableLayer, apply, split_options
 from armillary.recipe.recipe import Recipe
-from armillary.recipe.toml import from_toml, to_toml
+from armillary.recipe.toml import to_toml
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -118,26 +119,35 @@ def test_linears_of_blocks_are_converted_and_nothing_else(config: LowPrecision) 
         assert 0 < error < 0.2, (name, float(error))
 
 
+def checkpointed(model: nn.Module) -> None:
+    checkpoint_activations(model, Full())
+
+
+def checkpointed_and_compiled(model: nn.Module) -> None:
+    checkpoint_activations(model, Selective())
+    compile_blocks(model, Compile(enabled=True, backend="aot_eager"))
+
+
 @pytest.mark.parametrize("config", RECIPES, ids=lambda config: config.recipe)
 def test_checkpointing_and_compilation_change_no_bit(config: LowPrecision) -> None:
     wanted = gradients(model_of(DENSE, config)[0])
-
-    def checkpointed(model: nn.Module) -> None:
-        checkpoint_activations(model, Full())
-
-    def all_at_once(model: nn.Module) -> None:
-        checkpoint_activations(model, Selective())
-        compile_blocks(model, Compile(enabled=True, backend="aot_eager"))
-
     assert_equal(gradients(model_of(DENSE, config, checkpointed)[0]), wanted)
-    assert_equal(gradients(model_of(DENSE, config, all_at_once)[0]), wanted)
+    if config.recipe in ("float8-tensorwise", "mxfp8"):  # the other two are made of the same parts
+        assert_equal(gradients(model_of(DENSE, config, checkpointed_and_compiled)[0]), wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", RECIPES[1:3], ids=lambda config: config.recipe)
+def test_compilation_of_the_other_recipes_changes_no_bit(config: LowPrecision) -> None:
+    wanted = gradients(model_of(DENSE, config)[0])
+    assert_equal(gradients(model_of(DENSE, config, checkpointed_and_compiled)[0]), wanted)
 
 
 @pytest.mark.parametrize("config", RECIPES, ids=lambda config: config.recipe)
 def test_experts_are_converted_and_their_router_is_not(config: LowPrecision) -> None:
     model, report = model_of(MIXTURE, config)
     experts = [name for name in report.converted if name.endswith("experts")]
-    assert len(experts) == 2
+    assert len(experts) == report.experts == 2
     assert {name.rpartition(".")[2]: why for name, why in report.left.items()} == {
         "head": "the loss is read from its products",
         "router": "it chooses experts, in float32",
@@ -148,22 +158,37 @@ def test_experts_are_converted_and_their_router_is_not(config: LowPrecision) -> 
         assert not torch.equal(found[name], exact[name])
 
 
+_SKIPPED = "precision.linears.skip has layers.0"
+_NOT_ASKED_FOR = "no pattern of precision.linears.only matches"
+
+
 def test_everything_that_is_left_has_its_reason() -> None:
     family = Llama(
         vocab_size=64, dim=48, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=40, max_seq_len=64
     )
     config = Float8Rowwise(skip=("layers.0", "*.value", "heads"), only=("layers.0", "layers.1"))
     report = plan_conversion(on_meta(family), config, device=CPU)
-    assert report.lines() == [
-        "float8-rowwise: 3 of 22 modules with matrix products, emulated (cpu has no float8 units)",
-        "  converted: layers.*.attention.query",
-        "  converted: layers.*.attention.key",
-        "  converted: layers.*.attention.output",
-        "  left as it is: layers.*.attention.query (precision.linears.skip has layers.0)",
-        "  left as it is: layers.*.attention.key (precision.linears.skip has layers.0)",
-        "  left as it is: layers.*.attention.value (precision.linears.skip has layers.0)",
-        "  left as it is: layers.*.attention.output (precision.linears.skip has layers.0)",
-    ]
+    converted = ("query", "key", "output")
+    assert report.converted == tuple(f"layers.1.attention.{name}" for name in converted)
+    odd = "not made of multiples of 16"
+    assert report.left == {
+        **dict.fromkeys(
+            (n for n in report.left if ".0." in n), "precision.linears.skip has layers.0"
+        ),
+        **dict.fromkeys((n for n in report.left if ".2." in n), _NOT_ASKED_FOR),
+        "layers.1.attention.value": "precision.linears.skip has *.value",
+        "layers.1.feed_forward.gate": f"40 x 48 is {odd}",
+        "layers.1.feed_forward.up": f"40 x 48 is {odd}",
+        "layers.1.feed_forward.down": f"48 x 40 is {odd}",
+        "head": "the loss is read from its products",
+    }
+    assert len(report.left) == 7 + 7 + 4 + 1
+    lines = report.lines()
+    assert lines[0] == (
+        "float8-rowwise: 3 of 22 modules with matrix products, emulated (cpu has no float8 units)"
+    )
+    assert lines[1] == "  converted: layers.*.attention.query"
+    assert lines[-1] == "  matches nothing here: heads"
 
 
 def test_patterns_fit_whole_words() -> None:
@@ -201,25 +226,22 @@ def test_reports_of_parts_add_up() -> None:
     assert both.unused == ("y",)
 
 
+def typed(*words: str) -> Recipe:
+    return apply(Recipe(), options=split_options(words)[1])
+
+
 def test_the_command_line_and_toml_choose_recipes() -> None:
-    recipe = apply_overrides(
-        Recipe(),
-        [
-            "--precision.linears",
-            "float8-rowwise",
-            "--precision.linears.skip",
-            '["attention"]',
-            "--precision.linears.emulate",
-            "always",
-        ],
-    )
+    name = "--precision.linears"
+    skip, emulate = (f"{name}.skip", '["attention"]'), (f"{name}.emulate", "always")
+    recipe = typed(name, "float8-rowwise", *skip, *emulate)
     assert recipe.precision.linears == Float8Rowwise(skip=("attention",), emulate="always")
-    assert from_toml(to_toml(recipe), Recipe()) == recipe
+    table = TableLayer(tomllib.loads(to_toml(recipe)), "")
+    assert apply(Recipe(), [table]) == recipe
     for config in RECIPES:
-        chosen = apply_overrides(Recipe(), ["--precision.linears", config.recipe])
+        chosen = typed(name, config.recipe)
         assert chosen.precision.linears == config
         assert chosen.precision.problems() == []
-    assert Recipe().precision.linears == NoLowPrecision()
+    assert typed(name, "none") == Recipe()
 
 
 def test_bad_values_are_refused_before_anything_starts() -> None:
@@ -239,8 +261,9 @@ def shared_products() -> dict[str, float]:
     agree = partial(maximum, group=group)
     generator = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(64, 64, generator=generator) for _ in range(3))
-    for tensor in (x, w, g):
-        tensor[7, 3] = 300.0  # one rank's part has the maximum
+    # One rank's part has a maximum that blunts the rest of row 7, and meets only zeros itself.
+    x[7, 3] = g[7, 3] = 1e5
+    w[:, 3] = w[3] = 0
     half = slice(32 * rank, 32 * rank + 32)
     errors = {}
     for config in RECIPES:
@@ -251,10 +274,10 @@ def shared_products() -> dict[str, float]:
             y, grad_x, grad_w = _run(one, x, w[half], g[:, half])
             dist.all_reduce(grad_x)
             outputs = [(y, whole[0][:, half]), (grad_x, whole[1]), (grad_w, whole[2][half])]
-            other = LowPrecisionProduct(recipe, True, "inputs", agreed)
-            y, grad_x, grad_w = _run(
-                torch.compile(other, backend="aot_eager", fullgraph=True), x[:, half], w[:, half], g
-            )
+            other: Callable[..., Tensor] = LowPrecisionProduct(recipe, True, "inputs", agreed)
+            if agreed and recipe == "float8-rowwise":
+                other = torch.compile(other, backend="aot_eager", fullgraph=True)
+            y, grad_x, grad_w = _run(other, x[:, half], w[:, half], g)
             dist.all_reduce(y)
             inputs = [(y, whole[0]), (grad_x, whole[1][:, half]), (grad_w, whole[2][:, half])]
             error = max(float((a - b).norm() / b.norm()) for a, b in outputs + inputs)

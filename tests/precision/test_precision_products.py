@@ -22,7 +22,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 def cast(x: Tensor, limit: float, dtype: torch.dtype, *, by_row: bool, floor: bool) -> Tensor:
     """x rounded to 8 bits and back, in the words of the formula."""
     maximum = x.float().abs().amax(1, keepdim=True) if by_row else x.float().abs().max()
-    factor = limit / maximum
+    factor = (limit / maximum.double()).float()  # rounded once
     if floor:
         factor = torch.exp2(torch.floor(torch.log2(factor)))
     return (x.float() * factor).to(dtype).float() * (1 / factor)

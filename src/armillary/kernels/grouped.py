@@ -46,7 +46,8 @@ def grouped_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """grad_gᵀ x_g for every group g: grad `[N, O]`, x `[N, I]`, ends `[E]` -> `[E, O, I]`."""
-    return _by_group(grad, x, ends)
+    out: Tensor = _by_group(grad, x, ends)
+    return out
 
 
 class _GroupedLinear(torch.autograd.Function):

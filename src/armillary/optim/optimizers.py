@@ -12,16 +12,19 @@ class Optimizers:
 
     Args:
         optimizers: torch optimizers over disjoint parameters.
-        rate: peak learning rate to report, the same on ranks that hold different parameters.
+        rate: peak learning rate to report, the same on ranks that hold different parameters; None:
+            that of the first group.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, rate: float) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], *, rate: float | None = None
+    ) -> None:
         self.optimizers = list(optimizers)
-        self._rate, self._factor = rate, 1.0
         self._base_rates = [
             [float(group["lr"]) for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
+        self._rate, self._factor = self._base_rates[0][0] if rate is None else rate, 1.0
 
     def step(self) -> None:
         """Updates every parameter that has a gradient."""

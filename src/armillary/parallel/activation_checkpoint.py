@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch.utils.checkpoint import (
 )
 
 from armillary.foundation.errors import UserError
-from armillary.models.layers.recompute import recomputation, recompute_contexts
+from armillary.models.layers.recompute import recompute_contexts
 from armillary.parallel.activation_checkpoint_config import ActivationCheckpointConfig
 from armillary.parallel.operators import operators_named
+from armillary.parallel.selective import keeping_contexts
 
 
 def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig) -> None:
@@ -66,31 +66,10 @@ def _contexts(kept: tuple[str, ...], counts: bool) -> Callable[[], Any]:
     """One object for all blocks that keep the same, so that they share one compilation."""
     if not kept:
         return recompute_contexts
-    selective = partial(
-        create_selective_checkpoint_contexts, partial(_policy, frozenset(operators_named(kept)))
-    )
-    return partial(_both, selective) if counts else selective
-
-
-def _both(selective: Callable[[], Any]) -> tuple[Any, Any]:
-    """Selective checkpointing whose repetition is marked as one."""
-    first, again = selective()
-    return first, _Marked(again)
-
-
-class _Marked:
-    """The context of a repetition, inside `recomputation`."""
-
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
-        self._context = context
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(recomputation())
-        self._stack.enter_context(self._context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    operators = frozenset(operators_named(kept))
+    if counts:
+        return partial(keeping_contexts, operators)
+    return partial(create_selective_checkpoint_contexts, partial(_policy, operators))
 
 
 def _policy(

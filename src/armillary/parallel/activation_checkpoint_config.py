@@ -86,6 +86,8 @@ COSTLY_OPERATORS = (
     "aten::bmm",
     "aten::linear",
     "aten::_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::_scaled_mm_v2",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -96,6 +98,9 @@ COSTLY_OPERATORS = (
     "armillary::blocked_attention",
     "armillary::partial_attention",
     "armillary::ring_attention",
+    "armillary::grouped_by_row",
+    "armillary::gather_linear",
+    "armillary::linear_scatter",
 )
 """Matrix products and attention: nearly all of a block's arithmetic."""
 

@@ -249,7 +249,7 @@ def whole_view(name: str, tensor: Tensor, layouts: Layouts, mesh: ViewedMesh) ->
         stride=torch.empty(layout.shape, device="meta").stride(),
     )
     # The one private part of torch here; see the test that names the versions.
-    return DTensor(local.detach(), described._spec, requires_grad=False)
+    return DTensor(local.detach(), described._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def placements(layout: Layout) -> list[Placement]:

@@ -58,7 +58,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
     The axes of one mesh may have the same ranks, and then share a group: on two ranks, `fsdp` and
     `ep`. What is sent over it is booked by who uses it: uneven all-to-alls are `ep`'s, operators of
     `parallel.collectives` those of the axes that cut modules, point to point that of the pipeline,
-    and the rest (FSDP, sums) that of the axes that cut data.
+    flat all-gathers and reduce-scatters FSDP's, and the rest (sums) that of the axes that cut data.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -113,33 +113,36 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
             self._outer = outer
 
     def _book(self, func: Any, arguments: dict[str, Any]) -> None:
-        known = _OPERATORS.get(dispatched.name(func).partition("::")[2].rstrip("_"))
-        if known is None:
+        operator = dispatched.name(func).partition("::")[2].rstrip("_")
+        if operator not in _OPERATORS:
             return
-        operation, source = known
+        operation, source = _OPERATORS[operator]
         group = dispatched.group_of(arguments)
-        entry = (self._axis(group, operation), operation)
+        entry = (self._axis(group, operator), operation)
         self._calls[entry] += 1
         self._bytes[entry] += sent_bytes(operation, source, arguments, group.size(), group.rank())
 
-    def _axis(self, group: dist.ProcessGroup, operation: str) -> str:
+    def _axis(self, group: dist.ProcessGroup, operator: str) -> str:
         axes = self._axes.get(str(group.group_name))
         if axes is None:
             return _described(self._mesh, dist.get_process_group_ranks(group))
-        return min(axes, key=_preference(operation, self._outer).index)
+        return min(axes, key=_preference(operator, self._outer).index)
 
 
-def _preference(operation: str, outer: str) -> tuple[str, ...]:
+def _preference(operator: str, outer: str) -> tuple[str, ...]:
     """Whose a collective on a group is, of the axes that the group may stand for."""
-    data = ("fsdp", "dp_replicate", "dp_shard", "expert_fsdp")
+    operation = _OPERATORS[operator][0]
+    data = ("fsdp", "dp_replicate", "dp_shard")
     modules = ("tp", "cp", "expert_tp")
     if outer.endswith("::all_to_all_uneven") or (operation == "all-to-all" and not outer):
-        return ("ep", *modules, *data, "pp")
-    if operation in ("send", "receive") and not outer:
-        return ("pp", *modules, *data, "ep")
+        return ("ep", *modules, *data, "expert_fsdp", "pp")
     if outer:
-        return (*modules, "ep", "pp", *data)
-    return (*data, *modules, "pp", "ep")
+        return (*modules, "ep", "pp", *data, "expert_fsdp")
+    if operation in ("send", "receive"):
+        return ("pp", *modules, *data, "expert_fsdp", "ep")
+    if operator in ("_allgather_base", "_reduce_scatter_base"):
+        return (*data, "expert_fsdp", *modules, "pp", "ep")
+    return (*data, *modules, "expert_fsdp", "pp", "ep")
 
 
 def _axes_by_group(mesh: Mesh) -> dict[str, list[str]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from armillary.foundation.errors import Problem, UserError
 
@@ -19,6 +21,7 @@ class _Joined:
     """What this process agreed to when it joined its group."""
 
     timeout: timedelta | None = None
+    store: Any = None  # a torch.distributed.Store, which torch's stubs do not export
 
 
 _joined = _Joined()
@@ -108,6 +111,8 @@ def init_process_group(device: torch.device, timeout_seconds: float = 600.0) -> 
         timeout=_joined.timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    # A connection of our own to the place where the ranks met: the group's may be in use, waiting.
+    _joined.store = next(iter(rendezvous("env://")))[0]
     return True
 
 
@@ -116,11 +121,16 @@ def timeout() -> timedelta | None:
     return _joined.timeout
 
 
+def store() -> Any:
+    """Where the ranks met, which outlives a broken collective; None: this process did not join."""
+    return _joined.store
+
+
 def destroy() -> None:
     """Leaves the process group and all groups below it, if there is one."""
     from armillary.parallel import groups  # it knows this module
 
     groups.forget()
-    _joined.timeout = None
+    _joined.timeout, _joined.store = None, None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -37,6 +37,8 @@ class Report:
     """Why products of Linears are emulated; empty: the device multiplies 8 bits."""
     converted: tuple[str, ...] = ()
     """Names of modules."""
+    experts: int = 0
+    """How many of the converted modules are experts, which are emulated on every device."""
     left: Mapping[str, str] = field(default_factory=dict)
     """Names of modules whose products stay as they are, with the reason."""
     unused: tuple[str, ...] = ()
@@ -48,6 +50,7 @@ class Report:
             recipe=self.recipe,
             emulated=self.emulated,
             converted=self.converted + other.converted,
+            experts=self.experts + other.experts,
             left={**self.left, **other.left},
             unused=tuple(pattern for pattern in self.unused if pattern in other.unused),
         )
@@ -63,6 +66,8 @@ class Report:
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, why in self.left.items() if why == reason]
             lines += [f"  left as it is: {each} ({reason})" for each in _together(names)]
+        if self.experts and not self.emulated:
+            lines.append("  of these, experts are rounded, and multiplied at full width")
         lines += [f"  matches nothing here: {pattern}" for pattern in self.unused]
         return lines
 
@@ -131,6 +136,7 @@ def plan_conversion(
         recipe=config.recipe,
         emulated=emulated,
         converted=tuple(converted),
+        experts=sum(isinstance(model.get_submodule(name), Experts) for name in converted),
         left=left,
         unused=tuple(p for p in patterns if not any(matches(p, name) for name in names)),
     )

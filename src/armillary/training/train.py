@@ -22,6 +22,7 @@ from armillary.parallel.mesh import Mesh
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
 from armillary.resilience.claim import check_space, claim_run
+from armillary.resilience.roll_call import RollCall
 from armillary.resilience.signals import Stopped, StopRequest
 from armillary.telemetry.console import open_console
 from armillary.telemetry.console.choose import RunConsole
@@ -87,7 +88,19 @@ def train(
         ranks.on_main(claim)
         mesh = Mesh.create(recipe.parallel, device)
         agreed = AgreedStop(stop, ranks)
-        return _Run(recipe, name=name, folder=folder, resume=resume, mesh=mesh, stop=agreed).run()
+        roll_call = stack.enter_context(
+            RollCall(process.store(), rank=process.rank(), world_size=process.world_size())
+        )
+        run = _Run(
+            recipe,
+            name=name,
+            folder=folder,
+            resume=resume,
+            mesh=mesh,
+            stop=agreed,
+            roll_call=roll_call,
+        )
+        return run.run()
 
 
 class _Run:
@@ -102,7 +115,9 @@ class _Run:
         resume: str,
         mesh: Mesh,
         stop: AgreedStop,
+        roll_call: RollCall,
     ) -> None:
+        self._roll_call = roll_call
         self._recipe, self._name, self._folder, self._resume = recipe, name, folder, resume
         self._mesh, self._stop, self._ranks = mesh, stop, stop.ranks
         self._checkpoints = folder / CHECKPOINTS_FOLDER
@@ -147,7 +162,8 @@ class _Run:
                             store=store,
                             stop=self._stop,
                         )
-                        ending = self._train(session, log, console)
+                        with self._roll_call.naming_the_lost():
+                            ending = self._train(session, log, console)
                 except Stopped as stopped:
                     self._end(str(stopped), stopped.exit_code)
                     return stopped.exit_code

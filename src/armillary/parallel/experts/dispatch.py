@@ -4,8 +4,11 @@ Every rank sorts its slots by expert, so that what goes to one rank is one run o
 that run as it is. What arrives is put in the order (expert, source rank, order at the source). That
 order depends on who sent what and not on when it came, so an expert multiplies the same matrix on
 every run. Where the tokens of a batch lie on the ranks of the group in their own order, it is even
-the matrix that one process would multiply, and the experts' outputs, their weights' gradients and
-the gradients of the tokens are those of one process bit for bit.
+the matrix that one process would multiply, and outputs, gradients of tokens and gradients of the
+experts' weights are those of one process bit for bit. What is outside has to do its part: the
+router's product must not depend on how many rows it has, which CPUs promise from 8 rows on, and the
+activation not on where in memory an element lies: on CPUs, one thread a rank, and F a multiple of
+32, so that no element is left over for the scalar version of a loop.
 
 (The order of rows: UniEP, arXiv 2604.19241, section 3; sums over a token's slots, in their order,
 are taken where the token lives, in `models.layers.dispatch`.)

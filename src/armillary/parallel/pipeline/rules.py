@@ -23,12 +23,15 @@ def splits_backward(parallel: Parallel) -> bool:
     return parallel.schedule in SPLITTING
 
 
-def split_backward_problems(scale: Scale, n_layers: int) -> list[Problem]:
+def split_backward_problems(
+    scale: Scale, n_layers: int, *, has_experts: bool = False
+) -> list[Problem]:
     """Passes that do not go with a schedule which splits the backward pass.
 
     Args:
         scale: with an arrangement that is resolved and without problems.
         n_layers: of the model.
+        has_experts: whether any layer is a mixture of experts.
     """
     if not splits_backward(scale.parallel):
         return []
@@ -49,6 +52,14 @@ def split_backward_problems(scale: Scale, n_layers: int) -> list[Problem]:
                 f"{why}, and activations that are kept by operator are gone after its first half",
                 allowed="activation_checkpoint none, full, every-k or offload, or another schedule",
                 fix="--activation-checkpoint full",
+            )
+        )
+    if has_experts:
+        found.append(
+            Problem(
+                f"{why}, which fails in torch for mixtures of experts",
+                allowed="a schedule that does not split it",
+                fix="--parallel.schedule Interleaved1F1B",
             )
         )
     return found

@@ -48,10 +48,9 @@ class Varlen:
             raise UserError(problems)
         if sinks is not None or key.shape[-1] != value.shape[-1]:
             raise UserError(_cannot("it has no sinks, and values are as wide as keys"))
-        options: dict[str, Any] = {
-            "window_size": (-1, 0),
-            "scale": scale,
-        }  # all before, none after: causal
+        options: dict[str, Any] = {"window_size": (-1, 0)}  # all before, none after: causal
+        if scale is not None:
+            options["scale"] = scale
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and _GROUPS:
             options["enable_gqa"] = True
