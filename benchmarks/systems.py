@@ -104,7 +104,7 @@ def armillary(setting: Setting, _weights: dict[str, Tensor], *, compiled: bool =
         documents=Documents.from_lengths([(setting.length,)] * setting.rows),
         sample_ids=tuple(range(setting.rows)),
     )
-    weight = recipe.task.weight(batch)
+    weights = recipe.task.weights(batch)
     timer = StepTimer(mesh.device)
     taken = 0
 
@@ -112,7 +112,7 @@ def armillary(setting: Setting, _weights: dict[str, Tensor], *, compiled: bool =
         nonlocal taken
         taken += 1
         result = optimizer_step(
-            assembly, [batch], weight=weight, step=taken, samples=(0, setting.rows), timer=timer
+            assembly, [batch], weights=weights, step=taken, samples=(0, setting.rows), timer=timer
         )
         return result.loss
 

@@ -213,9 +213,9 @@ def product_error(device: torch.device) -> float:
     a, b = (torch.randn(512, 256, generator=generator).to(device) for _ in range(2))
     worst = 0.0
     for dim in (None, 1):  # one scale, and one a row
-        operands = [round_to_float8(x, largest(x, dim)) for x in (a, b)]
-        found = float8_product(*operands, torch.bfloat16, emulate=False)
-        wanted = float8_product(*operands, torch.float32, emulate=True)
+        left, right = (round_to_float8(x, largest(x, dim)) for x in (a, b))
+        found = float8_product(left, right, torch.bfloat16, emulate=False)
+        wanted = float8_product(left, right, torch.float32, emulate=True)
         worst = max(worst, float((found.float() - wanted).abs().max() / wanted.abs().max()))
     return worst
 

@@ -15,14 +15,16 @@ import torch
 from armillary.checkpoint.state import gather_state
 from armillary.checkpoint.store import CheckpointStore
 from armillary.cli.main import main
+from armillary.data.config import Data
 from armillary.data.tokenizer import save_tokenizer
 from armillary.data.tokenizer_bytes import Bytes, ByteTokenizer
 from armillary.foundation.errors import UserError
 from armillary.inference.generate import generate
-from armillary.inference.load import load_trained
+from armillary.inference.load import load_trained, round_parameters
 from armillary.models import Llama
 from armillary.recipe import Recipe, to_toml
 from model_cases import build
+from moe_cases import MOE_FAMILIES, build_moe
 
 MODEL = Llama(
     vocab_size=320, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, max_seq_len=128,
@@ -64,6 +66,34 @@ def test_a_run_loads_as_the_model_that_was_saved(run: Path) -> None:
         assert torch.equal(older.model.norm.weight, build(MODEL, seed=2).norm.weight)
     tokenizer = newest.tokenizer
     assert newest.encode("ab") == [tokenizer.bos_id, *tokenizer.encode("ab")]
+
+
+def test_a_run_with_experts_loads_with_its_selection_biases(tmp_path: Path) -> None:
+    run = tmp_path / "experts"
+    run.mkdir()
+    recipe = Recipe(model=replace(MOE_FAMILIES["deepseek v3"], predict_ahead=True))
+    (run / "recipe.toml").write_text(to_toml(replace(recipe, data=Data(tokenizer=Bytes()))))
+    save_tokenizer(ByteTokenizer(), run / "tokenizer")
+    saved = build_moe(recipe.model)
+    with CheckpointStore(run / "checkpoints", asynchronous=False) as store:
+        store.save(1, gather_state(saved), {"step": 1})
+    model = load_trained(run, device=CPU).model
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert len(dict(model.named_buffers())) == 3
+    tokens = generate(model, [[1, 2, 3], [4]], max_new_tokens=4, temperature=0)
+    assert tokens == generate(saved, [[1, 2, 3], [4]], max_new_tokens=4, temperature=0)
+
+
+@torch.no_grad()
+def test_parameters_are_rounded_to_the_runs_format_and_selection_biases_are_not() -> None:
+    model, exact = (build_moe(MOE_FAMILIES["deepseek v3"]) for _ in range(2))
+    round_parameters(model, torch.bfloat16)
+    for (name, rounded), own in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert torch.equal(rounded, own.bfloat16()), name
+    for (name, kept), own in zip(model.named_buffers(), exact.buffers(), strict=True):
+        assert torch.equal(kept, own), name
+    assert model(torch.tensor([[1, 2, 3]])).dtype == torch.bfloat16
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_said_so(run: Path) -> None:

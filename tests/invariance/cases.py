@@ -29,10 +29,7 @@ class Case:
 
 
 def _mesh(**degrees: int) -> dict[str, str]:
-    leaves = {"parallel.dp_shard": "1"} | {
-        f"parallel.{axis}": str(n) for axis, n in degrees.items()
-    }
-    return leaves
+    return {"parallel.dp_shard": "1"} | {f"parallel.{axis}": str(n) for axis, n in degrees.items()}
 
 
 ACCUMULATE = {"budget.microbatch_sequences": "1"}
@@ -60,7 +57,9 @@ CHECKPOINTING = {
     "full": {"activation_checkpoint": "full"},
     "every-k": {"activation_checkpoint": "every-k"},
     "selective": {"activation_checkpoint": "selective"},
+    "activations-offloaded": {"activation_checkpoint": "offload"},
 }
+INDUCTOR = {"compile.enabled": "true"}
 COMPILED = {"compile.enabled": "true", "compile.backend": "aot_eager"}
 
 
@@ -68,6 +67,10 @@ def _one_process() -> dict[str, Case]:
     cases = {f"one-{name}": Case(world=1, leaves=ac) for name, ac in CHECKPOINTING.items()}
     cases["one-accumulated-4"] = Case(world=1, leaves=FOUR, fast=True)
     cases["one-accumulated-16"] = Case(world=1, leaves=ACCUMULATE)
+    cases["one-inductor"] = Case(world=1, leaves=INDUCTOR)
+    cases["one-memory-budget"] = Case(
+        world=1, leaves=INDUCTOR | {"activation_checkpoint": "memory-budget"}
+    )
     cases["one-compiled"] = Case(world=1, leaves=COMPILED)
     cases["one-compiled-selective"] = Case(world=1, leaves=COMPILED | CHECKPOINTING["selective"])
     for model in ("moe", "deepseek"):
@@ -91,6 +94,9 @@ def _two() -> dict[str, Case]:
         "fsdp2-offloaded": Case(world=2, leaves=fsdp2 | {"parallel.cpu_offload": "true"}),
         "fsdp2-prefetch-2": Case(world=2, leaves=fsdp2 | {"parallel.prefetch": "2"}),
         "fsdp2-compiled": Case(world=2, leaves=fsdp2 | COMPILED),
+        "fsdp2-inductor": Case(world=2, leaves=fsdp2 | INDUCTOR),
+        "tp2-inductor": Case(world=2, leaves=tp2 | INDUCTOR),
+        "tp2-compiled-selective": Case(world=2, leaves=tp2 | COMPILED | CHECKPOINTING["selective"]),
         "tp2": Case(world=2, leaves=tp2, fast=True),
         "tp2-tied": Case(world=2, model="tied", leaves=tp2),
         "tp2-accumulated-4": Case(world=2, leaves=tp2 | FOUR),
@@ -107,6 +113,12 @@ def _two() -> dict[str, Case]:
         "moe-ep2": Case(world=2, model="moe", leaves=fsdp2 | {"parallel.ep": "2"}, fast=True),
         "moe-ep2-full": Case(
             world=2, model="moe", leaves=fsdp2 | {"parallel.ep": "2"} | CHECKPOINTING["full"]
+        ),
+        "moe-ep2-selective": Case(
+            world=2, model="moe", leaves=fsdp2 | {"parallel.ep": "2"} | CHECKPOINTING["selective"]
+        ),
+        "moe-ep2-compiled": Case(
+            world=2, model="moe", leaves=fsdp2 | {"parallel.ep": "2"} | COMPILED
         ),
         "moe-tp2": Case(world=2, model="moe", leaves=tp2),
         "moe-tp2-ep2": Case(world=2, model="moe", leaves=tp2 | {"parallel.ep": "2"}, fast=True),

@@ -132,6 +132,11 @@ def deviation(trace: Trace, oracle: Trace) -> Deviation:
     return Deviation(loss, norm, parameter, name, validation)
 
 
+def exact_fields(oracle: Trace) -> list[str]:
+    """Fields of a step beside `EXACT` that are equal, not close: the loads of experts."""
+    return [field for field in oracle.steps[0] if field.startswith("expert_")]
+
+
 def _relative(value: float, expected: float) -> float:
     difference = abs(value - expected) / abs(expected)
     return difference if math.isfinite(difference) else math.inf

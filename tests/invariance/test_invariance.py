@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from invariance.cases import CASES, LIMIT
-from invariance.harness import EXACT, Trace, deviation, oracle_name, run_cases
+from invariance.harness import EXACT, Trace, deviation, exact_fields, oracle_name, run_cases
 from invariance.recipes import STEPS, models
+from invariance.report import BEGIN, END, PAGE
 from ranks import run_ranks
 from tiny_runs import write_corpus
 
@@ -61,10 +62,19 @@ def test_a_run_is_the_same_on_every_mesh(name: str, trace_of: TraceOf) -> None:
     oracle, trace = trace_of(oracle_name(case.model)), trace_of(name)
     assert trace.weights == oracle.weights
     assert len(trace.steps) == len(oracle.steps) == STEPS
-    for field in (*EXACT, *(key for key in oracle.steps[0] if key.startswith("expert_"))):
+    for field in (*EXACT, *exact_fields(oracle)):
         assert [step[field] for step in trace.steps] == [step[field] for step in oracle.steps]
     found = deviation(trace, oracle)
     assert found.worst <= case.limit, found
+
+
+def test_the_documented_table_is_of_these_cases_and_within_their_limits() -> None:
+    page = PAGE.read_text()
+    measured = page.split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in measured]
+    assert [row[0] for row in rows] == list(CASES)
+    for row in rows:
+        assert max(float(figure) for figure in row[4:]) <= CASES[row[0]].limit, row[0]
 
 
 def test_the_table_is_wide_enough_and_says_why_a_limit_is_wider() -> None:

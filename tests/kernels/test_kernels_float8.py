@@ -30,27 +30,22 @@ FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("power_of_two", [True, False])
-def test_numbers_are_rounded_to_the_nearest_of_the_format(
-    dtype: torch.dtype, power_of_two: bool
-) -> None:
+def test_numbers_are_rounded_to_the_nearest_of_the_format(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 200, generator=generator) * torch.logspace(-6, 6, 8)[:, None]
-    rounded = round_to_float8(x, largest(x, 1), dtype, power_of_two=power_of_two)
+    rounded = round_to_float8(x, largest(x, 1), dtype)
     factor = (torch.finfo(dtype).max / x.abs().amax(1, keepdim=True).double()).float()
-    if power_of_two:
-        factor = torch.exp2(torch.floor(torch.log2(factor)))
+    factor = torch.exp2(torch.floor(torch.log2(factor)))
     assert torch.equal(rounded.scale, 1 / factor)
     assert torch.equal(rounded.values.float(), nearest_in_table(x * factor, dtype))
-    if power_of_two:
-        assert torch.equal(numbers(rounded), numbers(rounded).bfloat16().float())
+    assert torch.equal(numbers(rounded), numbers(rounded).bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_what_is_above_the_maximum_saturates(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, -3.0, 1e30, -1e30]])
-    rounded = round_to_float8(x, torch.tensor(1.0), dtype, power_of_two=False)
-    assert numbers(rounded).tolist() == [[1.0, -1.0, 1.0, -1.0]]
+    rounded = round_to_float8(x, torch.tensor(1.0), dtype)
+    assert numbers(rounded).tolist() == [[1.0, -1.75, 1.75, -1.75]]
 
 
 def test_rows_of_zeros_stay_zeros_and_rows_of_any_size_keep_their_digits() -> None:
@@ -66,18 +61,15 @@ def test_rows_of_zeros_stay_zeros_and_rows_of_any_size_keep_their_digits() -> No
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("power_of_two", [True, False])
-def test_a_number_that_is_not_finite_makes_its_row_nan_and_no_other(
-    bad: float, power_of_two: bool
-) -> None:
+def test_a_number_that_is_not_finite_makes_its_row_nan_and_no_other(bad: float) -> None:
     x = torch.ones(3, 16)
     x[1, 4] = bad
-    kept = numbers(round_to_float8(x, largest(x, 1), power_of_two=power_of_two))
+    kept = numbers(round_to_float8(x, largest(x, 1)))
     assert kept[1].isnan().any()
-    assert torch.equal(kept[[0, 2]], torch.ones(2, 16) if power_of_two else kept[[0, 2]])
+    assert torch.equal(kept[[0, 2]], torch.ones(2, 16))
     weight = round_to_float8(torch.ones(16, 16), torch.tensor(1.0))
     for emulate in (True, False):
-        a = round_to_float8(x, largest(x, 1), power_of_two=power_of_two)
+        a = round_to_float8(x, largest(x, 1))
         y = float8_product(a, weight, torch.float32, emulate=emulate)
         assert y[1].isnan().all()
         assert y[[0, 2]].isfinite().all()
@@ -92,7 +84,7 @@ def test_power_of_two_below_is_exact(x: float) -> None:
 
 def _scaled(x: Tensor, by_row: bool, dtype: torch.dtype) -> Scaled:
     maximum = largest(x, 1) if by_row else largest(x)
-    return round_to_float8(x, maximum, dtype, power_of_two=by_row)
+    return round_to_float8(x, maximum, dtype)
 
 
 KINDS = st.tuples(st.booleans(), st.booleans(), st.sampled_from([E4M3, E5M2]), st.booleans())

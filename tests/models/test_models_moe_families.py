@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.models import deepseek, gpt_oss, qwen3_moe
+from armillary.models import YarnRopeScaling, deepseek, gpt_oss, qwen3_moe
+from armillary.models.layers.backends import BACKENDS, AttentionBackend
 from armillary.models.layers.cache import KeyValueCache
 from armillary.models.layers.documents import Documents
 from armillary.models.layers.experts import Experts
@@ -74,6 +75,43 @@ def test_backends_agree_on_logits_and_gradients(family: str) -> None:
         other = grads["sdpa"][name]
         assert grad is not None, name
         assert (grad - other).abs().max() <= 1e-4 * other.abs().max().clamp(min=1e-3), name
+
+
+def test_one_mask_serves_all_heads_whatever_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = []
+
+    def seen(*tensors: torch.Tensor, attn_mask: torch.Tensor, **options: object) -> torch.Tensor:
+        masks.append(attn_mask)
+        return attention(*tensors, attn_mask=attn_mask, **options)
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    model = build_moe(MOE_FAMILIES["gpt-oss"], attention="sdpa")
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", seen)
+    with torch.no_grad():
+        model(random_tokens(2, 30), cache=KeyValueCache(30))
+        model(random_tokens(2, 30))
+    shapes = [(mask.dtype, mask.squeeze().shape) for mask in masks]
+    assert shapes[0] == (torch.bool, (2, 30, 31))  # no heads, and a column for the sink
+    assert {shape[-2:] for _, shape in shapes} == {(30, 31)}
+    assert len(masks) == 6
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_masks_are_made_for_the_backend_that_reads_them(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+
+    def noted(name: str, device_type: str, head_width: int) -> AttentionBackend:
+        widths.append(head_width)
+        return BACKENDS["blocked"]
+
+    for user in ("decoder", "layers.attention_core"):
+        monkeypatch.setattr(f"armillary.models.{user}.backend_for", noted)
+    config = MOE_FAMILIES[family]
+    build_moe(config)(random_tokens(1, 8))
+    assert set(widths) == {config.head_width}
+    assert len(widths) > config.n_layers
 
 
 @torch.no_grad()
@@ -211,6 +249,12 @@ def test_inconsistent_models_are_refused_all_at_once() -> None:
     for name in ("n_active = 9", "n_dense_layers = 3", "n_kv_heads = 2", "rope_head_dim = 7"):
         assert name in messages(bad)
     assert "window = 0" in messages(replace(MOE_FAMILIES["gpt-oss"], window=0))
+    assert "head_dim = 64" in messages(replace(MOE_FAMILIES["deepseek v3"], head_dim=64))
+    backwards = replace(
+        MOE_FAMILIES["gpt-oss"], rope_scaling=YarnRopeScaling(beta_fast=1.0, beta_slow=2.0)
+    )
+    (problem,) = backwards.problems(64)
+    assert "beta_slow < beta_fast" in (problem.allowed or "")
     varlen = replace(MOE_FAMILIES["gpt-oss"], attention="varlen")
     assert "sinks" in varlen.device_problems("cuda")[0].message
     assert replace(MOE_FAMILIES["deepseek v3"], attention="varlen").device_problems("cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from armillary.checkpoint.state import gather_state, restore_model, restore_training
 from armillary.checkpoint.store import CheckpointStore
+from armillary.checkpoint.tensors import logical_bytes, stored_tensors
 from armillary.foundation.errors import UserError
 from armillary.optim.adamw import AdamW
 from armillary.optim.muon import Muon
@@ -97,12 +99,16 @@ def write(folder: Path, case: Case) -> Written:
     run = Run.of(case)
     run.step(), run.step()
     digests = run.digests()
-    with CheckpointStore(folder) as store:
+    events: list[dict[str, Any]] = []
+    with CheckpointStore(folder, on_event=lambda _, fields: events.append(fields)) as store:
         store.save(
             2, gather_state(run.model, run.optimizers.optimizers), {"tokens_total": 1, "cursor": 2}
         )
         loss = run.step()  # the staged copy does not follow
         store.wait(raise_failure=True)
+    if run.model.mesh.is_main:
+        staged = [fields["bytes"] for fields in events if fields["state"] == "staged"]
+        assert staged == [logical_bytes(stored_tensors(folder / "step-00000002"))], "of all stages"
     return digests, loss
 
 

@@ -19,6 +19,8 @@ from armillary.parallel.activation_checkpoint_config import (
     Offload,
     Selective,
 )
+from armillary.parallel.compile import compile_blocks, set_memory_budget
+from armillary.parallel.compile_config import Compile
 
 CONFIGS = [Full(), EveryK(k=2), Selective(), Offload()]
 
@@ -105,3 +107,26 @@ def test_offloading_moves_activations_and_leaves_weights(monkeypatch: pytest.Mon
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     assert moved and not weights & {tensor.data_ptr() for tensor in moved}
     assert all(t.data_ptr() in weights or not t.is_floating_point() for t in stayed)
+
+
+@pytest.mark.full
+def test_a_compiled_block_keeps_what_the_memory_budget_allows() -> None:
+    kept = []
+    for share in (1.0, 0.3, 0.0):
+        torch._dynamo.reset()
+        model = build()
+        compile_blocks(model, Compile(enabled=True), memory_budget=share)
+        total = 0
+
+        def count(tensor: Tensor) -> Tensor:
+            nonlocal total
+            if not isinstance(tensor, torch.nn.Parameter):
+                total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        tokens = torch.arange(96).view(2, 48) % 64
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model(tokens).float().square().sum().backward()
+        kept.append(total)
+    set_memory_budget(1.0)
+    assert kept[0] > kept[1] >= kept[2] > 0

@@ -19,28 +19,27 @@ TENSORWISE, ROWWISE, EXACT, MX = RECIPES
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def cast(x: Tensor, limit: float, dtype: torch.dtype, *, by_row: bool, floor: bool) -> Tensor:
+def cast(x: Tensor, limit: float, dtype: torch.dtype, *, by_row: bool) -> Tensor:
     """x rounded to 8 bits and back, in the words of the formula."""
     maximum = x.float().abs().amax(1, keepdim=True) if by_row else x.float().abs().max()
     factor = (limit / maximum.double()).float()  # rounded once
-    if floor:
-        factor = torch.exp2(torch.floor(torch.log2(factor)))
+    factor = torch.exp2(torch.floor(torch.log2(factor)))
     return (x.float() * factor).to(dtype).float() * (1 / factor)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """e4m3, a power of two for each row."""
-    return cast(x, 448, torch.float8_e4m3fn, by_row=True, floor=True)
+    """e4m3, a scale for each row."""
+    return cast(x, 448, torch.float8_e4m3fn, by_row=True)
 
 
-def whole(x: Tensor, *, floor: bool) -> Tensor:
+def whole(x: Tensor) -> Tensor:
     """e4m3, one scale."""
-    return cast(x, 448, torch.float8_e4m3fn, by_row=False, floor=floor)
+    return cast(x, 448, torch.float8_e4m3fn, by_row=False)
 
 
 def gradient(x: Tensor) -> Tensor:
     """e5m2, one scale."""
-    return cast(x, 57344, torch.float8_e5m2, by_row=False, floor=False)
+    return cast(x, 57344, torch.float8_e5m2, by_row=False)
 
 
 def blocks(x: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def by_hand_tensorwise(x: Tensor, w: Tensor, g: Tensor) -> Triple:
-    a, b, c = whole(x, floor=False), whole(w, floor=True), gradient(g)
+    a, b, c = whole(x), whole(w), gradient(g)
     return times(a, b), times(c, b.mT), times(c.mT, a.mT)
 
 
@@ -68,7 +67,7 @@ def by_hand_rowwise(x: Tensor, w: Tensor, g: Tensor) -> Triple:
 
 
 def by_hand_exact(x: Tensor, w: Tensor, g: Tensor) -> Triple:
-    output, grad_x = times(rows_of(x), rows_of(w)), times(rows_of(g), whole(w, floor=True).mT)
+    output, grad_x = times(rows_of(x), rows_of(w)), times(rows_of(g), whole(w).mT)
     return output, grad_x, g.mT @ x
 
 

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from armillary.models import YarnRopeScaling
+from armillary.models.deepseek.config import DEEPSEEK_SIZES
+from armillary.models.dense import DenseDecoder
+from armillary.models.gpt_oss.config import GPT_OSS_SIZES
 from armillary.models.llama import LLAMA_SIZES
 from armillary.models.qwen3 import QWEN3_SIZES
+from armillary.models.qwen3_moe.config import QWEN3_MOE_SIZES
 from armillary.recipe import get, names, problems, read_toml, recipe_sha256, to_toml
 from armillary.recipe.coerce import describe, short_type
 from armillary.recipe.overrides import Option, apply
@@ -58,8 +63,24 @@ def test_every_leaf_says_what_it_is_and_what_fits() -> None:
 def test_the_families_are_there_in_all_their_sizes() -> None:
     llama = {f"llama3-{size.lower()}" for size in LLAMA_SIZES if size != "debug"}
     qwen = {f"qwen3-{size.lower()}" for size in QWEN3_SIZES if size != "debug"}
-    assert set(NAMES) >= llama | qwen | {"debug", "starter", "starter-long"}
+    experts = {
+        f"{family}-{size.lower()}"
+        for family, sizes in (
+            ("qwen3", QWEN3_MOE_SIZES), ("deepseek", DEEPSEEK_SIZES), ("gpt-oss", GPT_OSS_SIZES),
+        )
+        for size in sizes
+        if size != "debug"
+    }  # fmt: skip
+    assert set(NAMES) >= llama | qwen | experts | {"debug", "starter", "starter-long"}
     assert get("llama3-405b").model.parameter_count() == 405_853_388_800
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_are_not_stretched_beyond_the_context_of_a_recipe(name: str) -> None:
+    model, seq_len = get(name).model, get(name).budget.seq_len
+    assert isinstance(model, DenseDecoder)
+    if isinstance(model.rope_scaling, YarnRopeScaling):
+        assert seq_len > model.rope_scaling.original_max_seq_len or name in SMALL
 
 
 def test_the_debug_model_splits_by_every_degree_up_to_four() -> None:

@@ -23,10 +23,10 @@ from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.tensors import (
     Stored,
     flatten,
+    held_by_all,
     read_tensors,
     require_match,
     stored_tensors,
-    wanted_by_all,
 )
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def restore_model(found: Found, model: Model) -> None:
     ranks = Ranks()
     try:
         stored = stored_tensors(found.path)
-        require_match(found.path, wanted_by_all(wanted, ranks), stored, ignore=("optimizer.",))
+        require_match(found.path, held_by_all(wanted, ranks), stored, ignore=("optimizer.",))
         read_tensors(found.path, wanted, ranks.group)
     finally:
         ranks.close()

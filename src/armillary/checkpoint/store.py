@@ -37,12 +37,12 @@ from armillary.checkpoint.ranks import Failure, Ranks, describe
 from armillary.checkpoint.retention import Shelf
 from armillary.checkpoint.tensors import (
     flatten,
+    held_by_all,
     logical_bytes,
     read_tensors,
     require_match,
     stage,
     stored_tensors,
-    wanted_by_all,
     write_tensors,
 )
 from armillary.foundation.errors import Problem, RunError
@@ -68,6 +68,8 @@ class _Save:
     rng: bytes
     manifest: dict[str, Any]
     began: float
+    staged_after: float | None
+    """Seconds until training could go on; None: it waits for the whole write."""
     staging_failure: str | None
 
 
@@ -141,7 +143,8 @@ class CheckpointStore:
 
         Args:
             step: optimizer steps behind this state.
-            tensors: nested dictionaries of tensors, plain or DTensors; the same names on each rank.
+            tensors: nested dictionaries of tensors, plain or DTensors; what several ranks hold has
+                the same name on them.
             scalars: JSON-able; `tokens_total` and `cursor` are repeated in the manifest.
             rng: this rank's random states.
             manifest: further manifest fields, e.g. `recipe_sha256`, `provenance`.
@@ -149,21 +152,20 @@ class CheckpointStore:
         self.wait()
         began = time.perf_counter()
         flat = flatten(tensors)
-        staging_failure = None
+        staging_failure = staged_after = None
         if self.asynchronous:
             try:
                 flat = stage(flat)
             except Exception as error:  # out of memory, on this rank perhaps alone: tell the others
                 staging_failure = describe(error)
+            staged_after = time.perf_counter() - began
         # Through JSON now: the caller's objects may change before the thread writes them.
         frozen = json.loads(json.dumps(dict(scalars)))
         extra = json.loads(json.dumps(dict(manifest or {})))
-        save = _Save(step, flat, frozen, rng, extra, began, staging_failure)
+        save = _Save(step, flat, frozen, rng, extra, began, staged_after, staging_failure)
         if not self.asynchronous:
             self._run(save)
             return
-        if staging_failure is None:
-            self._emit_checkpoint("staged", save, logical_bytes(flat))
         # A daemon: when a peer has died, nothing may keep this process from ending.
         self._thread = threading.Thread(
             target=self._run, args=(save,), name=f"checkpoint-{step}", daemon=True
@@ -206,7 +208,7 @@ class CheckpointStore:
         """
         self.wait()
         flat = flatten(tensors)
-        require_match(found.path, wanted_by_all(flat, self._ranks), stored_tensors(found.path))
+        require_match(found.path, held_by_all(flat, self._ranks), stored_tensors(found.path))
         read_tensors(found.path, flat, self._ranks.group)
         scalars = json.loads((found.path / STATE_NAME).read_text(encoding="utf-8"))
         own = rng_name(self._ranks.rank)
@@ -259,6 +261,10 @@ class CheckpointStore:
             return self._shelf.open_temporary(save.step)
 
         ranks.together(lambda: _raise_if(save.staging_failure))
+        if save.staged_after is not None:
+            size = logical_bytes(held_by_all(save.tensors, ranks))
+            path = self.folder / step_name(save.step)
+            self._emit("staged", save.step, path, size, save.staged_after)
         folder = ranks.on_main(open_folder)
         opened.append(folder)
 

@@ -7,6 +7,7 @@ hold in common is written once, and any mesh can read what any other wrote.
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,13 +35,13 @@ _NAMES_SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a checkpoint says about one of its tensors."""
+    """A tensor as a checkpoint knows it, whole."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def wanted_by_all(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Stored]:
+def held_by_all(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Stored]:
     """Names, global shapes and dtypes of the tensors that any rank holds, on every rank.
 
     Stages of a pipeline hold different ones; of ranks that hold the same, one speaks.
@@ -66,9 +67,9 @@ def flatten(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     return flat
 
 
-def logical_bytes(tensors: Mapping[str, Tensor]) -> int:
+def logical_bytes(tensors: Mapping[str, Stored]) -> int:
     """Bytes of all tensors at their global shapes: the size of a checkpoint, headers aside."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors.values())
 
 
 def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,7 +139,7 @@ def require_match(
     ignore: tuple[str, ...] = (),
 ) -> None:
     """Checks names, shapes and dtypes both ways; stored names that start with one in `ignore` may
-    stay unread. What is wanted is what all ranks together want, see `wanted_by_all`.
+    stay unread. What is wanted is what all ranks together hold, see `held_by_all`.
 
     Raises:
         UserError: one problem for each kind of mismatch, naming the tensors.

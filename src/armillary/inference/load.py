@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from armillary.checkpoint.find import Found, Words, find_checkpoint
 from armillary.checkpoint.manifest import step_of
@@ -43,7 +44,7 @@ def load_trained(
 ) -> Trained:
     """Loads what a run has saved.
 
-    Computes in fp32 on a CPU, elsewhere in the run's own format, weights included.
+    Computes in fp32 on a CPU, elsewhere in the run's own format, parameters included.
 
     Args:
         path: a run folder, or one of its checkpoints.
@@ -62,8 +63,17 @@ def load_trained(
     allocate(model, device)
     restore_model(found, model)
     if device.type != "cpu":
-        model.to(recipe.precision.compute_dtype)
+        round_parameters(model, recipe.precision.compute_dtype)
     return Trained(model=model.eval(), tokenizer=tokenizer, recipe=recipe, checkpoint=found)
+
+
+def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keeps parameters in the format in which training computes with them.
+
+    Buffers stay as they are: selection biases of experts move by less than a bfloat16 can tell.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def find_saved(

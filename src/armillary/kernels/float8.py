@@ -46,23 +46,20 @@ def largest(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     return (size.amax() if dim is None else size.amax(dim, keepdim=True)).float()
 
 
-def round_to_float8(
-    x: Tensor, maximum: Tensor, dtype: torch.dtype = E4M3, *, power_of_two: bool = True
-) -> Scaled:
-    """Rounds x, saturating, with the scale that takes `maximum` to the format's largest value.
+def round_to_float8(x: Tensor, maximum: Tensor, dtype: torch.dtype = E4M3) -> Scaled:
+    """Rounds x, saturating, with a power of two that takes `maximum` to the top of the format.
+
+    It is the largest for which `maximum` still fits. The product with it is exact, and so is what
+    is kept, in bfloat16 too; that costs at most one bit of range.
 
     Args:
         x: `[..., M, K]`.
         maximum: as `largest` gives it; in fp32.
         dtype: one of the float8 formats.
-        power_of_two: make the factor the power of two below: the product with it is then exact, and
-            so is the number that is kept, in bfloat16 too. Costs at most one bit of range.
     """
     limit = torch.finfo(dtype).max
     # In float64, so that no device's division decides on which side of a power of two it falls.
-    factor = (limit / maximum.double().clamp(min=SMALLEST)).float()
-    if power_of_two:
-        factor = power_of_two_below(factor)
+    factor = power_of_two_below((limit / maximum.double().clamp(min=SMALLEST)).float())
     # Clamped by hand: before torch 2.13, casts on a CPU made NaN of what is too large.
     values = (x.float() * factor).clamp(-limit, limit).to(dtype)
     return Scaled(values, factor.reciprocal())

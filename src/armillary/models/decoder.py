@@ -40,6 +40,7 @@ class Decoder(nn.Module):
         norm: nn.Module,
         head: Head,
         rope: Rope,
+        head_width: int,
         max_seq_len: int,
         tied_embeddings: bool = False,
         attention: str = "auto",
@@ -52,6 +53,8 @@ class Decoder(nn.Module):
         if tied_embeddings:
             self.head.weight = self.embedding.weight
         self.rope = rope
+        self.head_width = head_width
+        """P of queries and keys, of which `rope` may rotate a part only."""
         self.attention = attention
         self.max_seq_len = max_seq_len
 
@@ -108,7 +111,7 @@ class Decoder(nn.Module):
         if window is not None:
             documents = documents or Documents.whole_rows(tokens)
             documents = documents.within(window)
-        backend = backend_for(self.attention, tokens.device.type, self.rope.head_dim)
+        backend = backend_for(self.attention, tokens.device.type, self.head_width)
         return backend.prepare(documents, tokens)
 
     def initializers(self) -> dict[str, Initializer]:

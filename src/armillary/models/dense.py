@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from armillary.foundation.errors import Problem
 from armillary.models.config import ModelConfig
@@ -59,6 +59,11 @@ class DenseDecoder(ModelConfig):
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
+    def rotated_width(self) -> int:
+        """How much of a head's width is rotated: all of it."""
+        return self.head_width
+
+    @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalised per head."""
         return False
@@ -66,55 +71,75 @@ class DenseDecoder(ModelConfig):
     def build(self) -> Decoder:
         """See `ModelConfig.build`."""
         from armillary.models.decoder import Decoder
+
+        return Decoder(**self.build_parts())
+
+    def build_parts(self) -> dict[str, Any]:
+        """What a `Decoder` is made of, by the names of its arguments."""
         from armillary.models.layers.embedding import Embedding, Head
         from armillary.models.layers.norm import RMSNorm
         from armillary.models.layers.rope import Rope
 
-        return Decoder(
-            embedding=Embedding(self.vocab_size, self.dim, std=self.init_std),
-            layers=[self.build_block(index) for index in range(self.n_layers)],
-            norm=RMSNorm(self.dim, eps=self.norm_eps),
-            head=Head(self.dim, self.vocab_size, std=self.dim**-0.5),
-            rope=Rope(head_dim=self.head_width, theta=self.rope_theta, scaling=self.rope_scaling),
-            max_seq_len=self.max_seq_len,
-            tied_embeddings=self.tied_embeddings,
-            attention=self.attention,
-        )
+        rope = Rope(head_dim=self.rotated_width, theta=self.rope_theta, scaling=self.rope_scaling)
+        return {
+            "embedding": Embedding(self.vocab_size, self.dim, std=self.init_std),
+            "layers": [self.build_block(index) for index in range(self.n_layers)],
+            "norm": RMSNorm(self.dim, eps=self.norm_eps),
+            "head": Head(self.dim, self.vocab_size, std=self.dim**-0.5),
+            "rope": rope,
+            "head_width": self.head_width,
+            "max_seq_len": self.max_seq_len,
+            "tied_embeddings": self.tied_embeddings,
+            "attention": self.attention,
+        }
 
     def build_block(self, index: int) -> nn.Module:
         """Block `index`, from 0; a family that differs in its blocks overrides this."""
-        from armillary.models.layers.attention import Attention
         from armillary.models.layers.block import Block
-        from armillary.models.layers.mlp import SwiGLU
         from armillary.models.layers.norm import RMSNorm
 
-        output_std = self.output_std(index)
         return Block(
             attention_norm=RMSNorm(self.dim, eps=self.norm_eps),
-            attention=Attention(
-                self.dim,
-                n_heads=self.n_heads,
-                n_kv_heads=self.n_kv_heads,
-                head_dim=self.head_width,
-                std=self.init_std,
-                output_std=output_std,
-                head_norm_eps=self.norm_eps if self.qk_norm else None,
-                backend=self.attention,
-            ),
+            attention=self.build_attention(index),
             feed_forward_norm=RMSNorm(self.dim, eps=self.norm_eps),
-            feed_forward=SwiGLU(self.dim, self.ffn_dim, std=self.init_std, output_std=output_std),
+            feed_forward=self.build_feed_forward(index),
         )
+
+    def build_attention(self, index: int) -> nn.Module:
+        """Attention of block `index`."""
+        from armillary.models.layers.attention import Attention
+
+        return Attention(
+            self.dim,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_width,
+            std=self.init_std,
+            output_std=self.output_std(index),
+            head_norm_eps=self.norm_eps if self.qk_norm else None,
+            backend=self.attention,
+        )
+
+    def build_feed_forward(self, index: int) -> nn.Module:
+        """Feed-forward of block `index`."""
+        from armillary.models.layers.mlp import SwiGLU
+
+        output_std = self.output_std(index)
+        return SwiGLU(self.dim, self.ffn_dim, std=self.init_std, output_std=output_std)
 
     def output_std(self, index: int) -> float:
         """Initial std of the projections of block `index` that write to the residual stream."""
         depth = self.n_layers if self.init_depth == "model" else index + 1
         return self.init_std / math.sqrt(2 * depth)
 
+    def attention_parameters(self) -> int:
+        """Weights of one block's attention that multiply activations."""
+        return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_width
+
     def matmul_parameters(self) -> dict[str, int]:
         """Weights that multiply activations, by layer kind; the embedding lookup is none."""
-        heads, width = self.n_heads + self.n_kv_heads, self.head_width
         return {
-            "attention.projections": self.n_layers * 2 * self.dim * heads * width,
+            "attention.projections": self.n_layers * self.attention_parameters(),
             "feed_forward": self.n_layers * 3 * self.dim * self.ffn_dim,
             "head": self.vocab_size * self.dim,
         }
@@ -132,8 +157,12 @@ class DenseDecoder(ModelConfig):
     def flops_breakdown(self, seq_len: int, *, causal: bool) -> dict[str, float]:
         """See `ModelConfig.flops_breakdown`; formula and conventions in docs/conventions.md."""
         flops = {kind: 6.0 * count for kind, count in self.matmul_parameters().items()}
+        return flops | {"attention.scores": self.score_flops(seq_len, causal=causal)}
+
+    def score_flops(self, seq_len: int, *, causal: bool) -> float:
+        """Of all layers, for one token: queries with keys, and weights with values."""
         scores = 12.0 * self.n_layers * self.n_heads * self.head_width * seq_len
-        return flops | {"attention.scores": scores / 2 if causal else scores}
+        return scores / 2 if causal else scores
 
     def problems(self, seq_len: int) -> list[Problem]:
         """See `ModelConfig.problems`."""
@@ -192,6 +221,5 @@ class DenseDecoder(ModelConfig):
             found.append(Problem(message, f"1 to {self.max_seq_len}", fix))
         if self.rope_scaling is not None and not self.rope_scaling.is_consistent():
             message = f"model.rope_scaling = {self.rope_scaling} is inconsistent"
-            allowed = "factor from 1, 0 < low_frequency_factor < high_frequency_factor"
-            found.append(Problem(message, allowed))
+            found.append(Problem(message, self.rope_scaling.consistent))
         return found

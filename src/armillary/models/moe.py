@@ -40,42 +40,15 @@ class MoEDecoder(DenseDecoder):
         """Layers with experts."""
         return self.n_layers - self.n_dense_layers
 
-    def build_block(self, index: int) -> nn.Module:
-        """See `DenseDecoder.build_block`."""
-        from armillary.models.layers.block import Block
-        from armillary.models.layers.norm import RMSNorm
-
-        return Block(
-            attention_norm=RMSNorm(self.dim, eps=self.norm_eps),
-            attention=self.build_attention(index),
-            feed_forward_norm=RMSNorm(self.dim, eps=self.norm_eps),
-            feed_forward=self.build_feed_forward(index),
-        )
-
-    def build_attention(self, index: int) -> nn.Module:
-        """Attention of block `index`."""
-        from armillary.models.layers.attention import Attention
-
-        return Attention(
-            self.dim,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_dim=self.head_width,
-            std=self.init_std,
-            output_std=self.output_std(index),
-            head_norm_eps=self.norm_eps if self.qk_norm else None,
-            backend=self.attention,
-        )
-
     def build_feed_forward(self, index: int) -> nn.Module:
-        """Feed-forward or experts of block `index`."""
+        """See `DenseDecoder.build_feed_forward`; experts, from some layer on."""
         from armillary.models.layers.mlp import SwiGLU
         from armillary.models.layers.moe import MoE
         from armillary.models.layers.router import Router
 
-        std, output_std = self.init_std, self.output_std(index)
         if index < self.n_dense_layers:
-            return SwiGLU(self.dim, self.ffn_dim, std=std, output_std=output_std)
+            return super(MoEDecoder, self).build_feed_forward(index)
+        std, output_std = self.init_std, self.output_std(index)
         router = Router(
             self.dim,
             n_experts=self.n_experts,
@@ -100,10 +73,6 @@ class MoEDecoder(DenseDecoder):
             std=self.init_std,
             output_std=self.output_std(index),
         )
-
-    def attention_parameters(self) -> int:
-        """Weights of one block's attention that multiply activations."""
-        return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_width
 
     def matmul_parameters(self) -> dict[str, int]:
         """See `DenseDecoder.matmul_parameters`; all experts count."""
@@ -147,11 +116,6 @@ class MoEDecoder(DenseDecoder):
         """See `ModelConfig.flops_breakdown`: of the experts that a token is sent to."""
         flops = {kind: 6.0 * count for kind, count in self.active_matmul_parameters().items()}
         return flops | {"attention.scores": self.score_flops(seq_len, causal=causal)}
-
-    def score_flops(self, seq_len: int, *, causal: bool) -> float:
-        """Of all layers, for one token: queries with keys, and weights with values."""
-        scores = 12.0 * self.n_layers * self.n_heads * self.head_width * seq_len
-        return scores / 2 if causal else scores
 
     def divisors(self) -> dict[str, dict[str, int]]:
         """See `ModelConfig.divisors`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,10 @@ class Llama31RopeScaling:
     """Frequencies that turn more often than this in the original context stay as they are."""
     original_max_seq_len: int = 8192
     """Context before stretching, in tokens."""
+    consistent: ClassVar[str] = (
+        "factor from 1, 0 < low_frequency_factor < high_frequency_factor, original_max_seq_len > 0"
+    )
+    """What `is_consistent` asks for, in words."""
 
     @property
     def magnitude(self) -> float:
@@ -68,6 +72,8 @@ class YarnRopeScaling:
     score_sharpening: float = 0.0
     """Coefficient b of m(b), by whose square scores are multiplied and by which tables are divided:
     sharpens parts of a head that are not rotated too."""
+    consistent: ClassVar[str] = "factor from 1, 0 < beta_slow < beta_fast, original_max_seq_len > 0"
+    """What `is_consistent` asks for, in words."""
 
     @property
     def magnitude(self) -> float:

@@ -28,8 +28,7 @@ def compile_blocks(
     """
     if not config.enabled:
         return
-    if memory_budget is not None:
-        set_memory_budget(memory_budget)
+    set_memory_budget(1.0 if memory_budget is None else memory_budget)
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True}
     if config.mode != "default":
         options["mode"] = config.mode

@@ -45,7 +45,8 @@ def scale_and_clip(
     factor = max_norm / norm.clamp(min=max_norm) if math.isfinite(max_norm) else norm.new_ones(())
     factor = factor / weight
     for same in _by_device_and_dtype(_gradients(model.parameters())):
-        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype, non_blocking=True))
+        # Of gradients on the host the factor has to be there before it is used: no copy unwaited.
+        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
     return norm
 
 
@@ -63,8 +64,7 @@ def gradient_norms(model: ParallelModel, order: float = 2.0) -> Tensor:
     total = torch.zeros(len(GROUPS), dtype=torch.float64, device=model.mesh.device)
     counted: dict[str, list[Tensor]] = {}
     for name, gradient in _counted(model):
-        # In pieces, since a CPU makes a float64 copy of what it is given.
-        counted.setdefault(kind_of(name), []).extend(torch.split(gradient.reshape(-1), _PIECE))
+        counted.setdefault(kind_of(name), []).extend(_pieces(gradient))
     for kind, gradients in counted.items():
         index = GROUPS.index(kind)
         for same in _by_device_and_dtype(gradients):
@@ -111,18 +111,17 @@ def norms_by_group(model: ParallelModel) -> dict[str, float]:
 def norms_by_name(model: ParallelModel) -> dict[str, float]:
     """The norm of every parameter's gradient, of all stages, on every rank. Waits for the device.
 
-    To be called by all ranks together.
+    To be called by all ranks together. Parameters without a gradient have 0.
     """
-    own = {name: float(g.double().square().sum()) for name, g in _counted(model)}
-    shares = [own]
+    # One sum of a vector: of a large run, tables of names and numbers would be many megabytes.
+    places = {name: index for index, name in enumerate(sorted(model.whole.shapes))}
+    squares = torch.zeros(len(places), dtype=torch.float64, device=model.mesh.device)
+    for name, gradient in _counted(model):
+        pieces = torch._foreach_norm(_pieces(gradient), dtype=torch.float64)
+        squares[places[name]] = torch.stack(pieces).square().sum()
     if model.mesh.dense_view is not None:
-        shares = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(shares, own)
-    squares: dict[str, float] = {}
-    for share in shares:
-        for name, value in share.items():
-            squares[name] = squares.get(name, 0.0) + value
-    return {name: math.sqrt(value) for name, value in sorted(squares.items())}
+        dist.all_reduce(squares)
+    return dict(zip(places, squares.sqrt().tolist(), strict=True))
 
 
 def _counted(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
@@ -132,6 +131,11 @@ def _counted(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
             gradient = local_tensor(parameter.grad)
             if gradient.numel() > 0:
                 yield name, gradient
+
+
+def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The gradient in pieces, since a CPU makes a float64 copy of what it is given."""
+    return torch.split(gradient.reshape(-1), _PIECE)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

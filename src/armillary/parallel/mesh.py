@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.foundation.errors import UserError
 from armillary.parallel import process
+from armillary.parallel.collectives import Gathering
 from armillary.parallel.config import Parallel
 from armillary.parallel.grid import AXES, DENSE_VIEW, EXPERT_VIEW, Grid
 from armillary.parallel.groups import group_of
@@ -115,15 +116,18 @@ class Mesh:
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """The sum of a small tensor over the ranks that differ in these axes; a new tensor.
 
-        The same bits on every rank: the parts are exchanged and added in the order of the ranks,
-        whatever way the backend would reduce them.
+        The same bits on every rank, whatever way the backend reduces: floats are exchanged, and
+        added up by each rank alike.
         """
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         for axis in sorted(axes, key=AXES.index, reverse=True):
-            if (group := self.group(axis)) is not None:
-                parts = [torch.empty_like(total) for _ in range(self.degree(axis))]
-                dist.all_gather(parts, total, group=group)
-                total = functools.reduce(torch.add, parts)
+            if (group := self.group(axis)) is None:
+                continue
+            if total.is_floating_point():
+                parts = Gathering(total[None], 0, str(group.group_name)).wait()  # [R, ...]
+                total = parts.sum(0)
+            else:  # exact in any order
+                dist.all_reduce(total, group=group)
         return total
 
 

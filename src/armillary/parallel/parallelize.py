@@ -51,7 +51,7 @@ def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> ParallelModel:
         split_context(part, mesh)
         conversions.append(_convert(part, mesh, scale))
         checkpoint_activations(part, scale.activation_checkpoint)
-        compile_blocks(part, scale.compile)
+        compile_blocks(part, scale.compile, memory_budget=scale.activation_checkpoint.memory_budget)
         shard_over_data(part, mesh, layouts, dtype)
     hook = tied_gradient_hook(parts, mesh)
     return ParallelModel(

@@ -65,8 +65,9 @@ class LowPrecisionProduct:
 class _Tensorwise(torch.autograd.Function):
     """One scale a tensor. Inputs and weights e4m3, gradients e5m2.
 
-    The weight's scale is a power of two, so that it can be rounded before it is gathered over
-    ranks: rounded again, it does not change.
+    Scales are powers of two, which torchao's are not: they then decide which numbers are too small
+    to be kept, and no digit of the others. So results hardly depend on which tokens share a scale,
+    which is those of a rank.
     """
 
     @staticmethod
@@ -74,21 +75,21 @@ class _Tensorwise(torch.autograd.Function):
         maxima = how.over_ranks(largest(x), largest(weight), when=("outputs", "inputs"))
         ctx.save_for_backward(x, weight, *maxima)
         ctx.how = how
-        a = round_to_float8(x, maxima[0], power_of_two=False)
-        return how.multiply(a, round_to_float8(weight, maxima[1]), x.dtype, fast=True)
+        a, w = round_to_float8(x, maxima[0]), round_to_float8(weight, maxima[1])
+        return how.multiply(a, w, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight, x_maximum, weight_maximum = ctx.saved_tensors
         how: LowPrecisionProduct = ctx.how
         (maximum,) = how.over_ranks(largest(grad), when=("outputs", "inputs"))
-        g = round_to_float8(grad, maximum, E5M2, power_of_two=False)
+        g = round_to_float8(grad, maximum, E5M2)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             w = round_to_float8(weight, weight_maximum)
             grad_x = how.multiply(g, transposed(w), x.dtype)
         if ctx.needs_input_grad[1]:
-            a = round_to_float8(x, x_maximum, power_of_two=False)
+            a = round_to_float8(x, x_maximum)
             grad_weight = how.multiply(transposed(g), transposed(a), x.dtype)
         return grad_x, grad_weight, None
 

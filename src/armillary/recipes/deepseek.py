@@ -5,10 +5,18 @@ Rates, batches, tokens and context: V2 and V2-Lite, arXiv 2405.04434, section 3.
 V3, arXiv 2412.19437, section 4.2 (14.8 trillion tokens at 4,096; 15,360 sequences; 2,000 steps; the
 rate constant up to 10 trillion, then down to a tenth).
 
-Where these recipes differ: the published batches of V2 and V3 grow to their final size over the
-first tokens; V2's rate falls in two steps of 0.316, here along a cosine to a tenth, which is where
-they lead; V3's falls along a cosine and once more at the very end, here in a straight line; V3's
-coefficient of the token after the next is 0.3 up to 10 trillion tokens and 0.1 after, here 0.3.
+Positions are stretched with YaRN only after this training, in both publications; the models here
+are not: to go on from there, set model.rope_scaling and model.max_seq_len to those of
+`models.deepseek`.
+
+Where these recipes differ: all parameters start there with a standard deviation of 0.006, here see
+`DenseDecoder.init_std`; the published batches of V2 and V3 grow to their final size over the first
+tokens; V2's rate falls in two steps of 0.316, here along a cosine to a tenth, which is where they
+lead; V2 evens loads over experts (0.003), devices and messages, and drops tokens, here only within
+rows, with the model card's coefficient, and no token is dropped; V3's rate falls along a cosine and
+once more at the very end, here in a straight line; V3's selection biases rest in the last half
+trillion tokens, here they move; V3's coefficient of the token after the next is 0.3 up to 10
+trillion tokens and 0.1 after, here 0.3.
 """
 
 from __future__ import annotations
@@ -55,7 +63,7 @@ def build(size: str) -> Recipe:
         fall = 1 - 10 / 14.8
         schedule = WarmupStableDecay(warmup_steps=WARMUP_STEPS, decay_fraction=fall, floor=0.1)
     return Recipe(
-        model=replace(deepseek(size), predict_ahead=is_v3),
+        model=replace(deepseek(size), rope_scaling=None, max_seq_len=SEQ_LEN, predict_ahead=is_v3),
         data=Data(corpus=HuggingFace(name="allenai/c4", config="en"), tokenizer=File()),
         budget=Budget(tokens=run.tokens, batch_tokens=run.sequences * SEQ_LEN, seq_len=SEQ_LEN),
         optimizer=AdamW(lr=run.rate, betas=(0.9, 0.95), weight_decay=0.1),

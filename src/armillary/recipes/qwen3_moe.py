@@ -4,7 +4,7 @@ Tokens and context are those of the first of three stages: Yang et al. 2025, "Qw
 report", arXiv 2505.09388, section 3.2 (over 30 trillion tokens at 4,096). Rates and batches are
 not published; these are Llama 3's of the nearest size (see `recipes/llama3.py`). The published
 runs even out loads over the global batch; here it is within each row, with the model card's
-coefficient.
+coefficient. Their rotary base was 10,000 before its last stage, here it is the released model's.
 """
 
 from __future__ import annotations

@@ -67,6 +67,10 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "step": (
         "epoch",
         "sample_ids",
+        "gradient_norms",
+        "expert_load_max_over_mean",
+        "expert_idle_share",
+        "expert_bias_mean_absolute",
         "forward_backward_seconds",
         "optimizer_seconds",
         "checkpoint_seconds",

@@ -75,6 +75,9 @@ class Session:
             corpus_fingerprint=self.assembly.data.store.corpus_fingerprint,
             **self._speed.start_fields(),
         )
+        for report in self.assembly.model.conversions:
+            for line in report.lines():
+                self._log.emit("message", self.position.step, message=line)
 
     def run(self) -> None:
         """Takes every step that is left.

@@ -63,41 +63,18 @@ class DeepSeek(MoEDecoder):
         """P, of queries and keys."""
         return self.plain_head_dim + self.rope_head_dim
 
+    @property
+    def rotated_width(self) -> int:
+        """How much of a head's width is rotated."""
+        return self.rope_head_dim
+
     def build(self) -> Decoder:
         """See `ModelConfig.build`."""
-        from armillary.models.decoder import Decoder
-        from armillary.models.layers.embedding import Embedding, Head
-        from armillary.models.layers.norm import RMSNorm
-        from armillary.models.layers.rope import Rope
         from armillary.models.multi_token import MultiTokenDecoder
 
-        rope = Rope(head_dim=self.rope_head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
-        embedding = Embedding(self.vocab_size, self.dim, std=self.init_std)
-        layers = [self.build_block(index) for index in range(self.n_layers)]
-        norm = RMSNorm(self.dim, eps=self.norm_eps)
-        head = Head(self.dim, self.vocab_size, std=self.dim**-0.5)
         if not self.predict_ahead:
-            return Decoder(
-                embedding=embedding,
-                layers=layers,
-                norm=norm,
-                head=head,
-                rope=rope,
-                max_seq_len=self.max_seq_len,
-                tied_embeddings=self.tied_embeddings,
-                attention=self.attention,
-            )
-        return MultiTokenDecoder(
-            embedding=embedding,
-            layers=layers,
-            ahead=self._build_ahead(),
-            norm=norm,
-            head=head,
-            rope=rope,
-            max_seq_len=self.max_seq_len,
-            tied_embeddings=self.tied_embeddings,
-            attention=self.attention,
-        )
+            return super(DeepSeek, self).build()
+        return MultiTokenDecoder(ahead=self._build_ahead(), **self.build_parts())
 
     def _build_ahead(self) -> AheadBlock:
         from armillary.models.layers.linear import Linear
@@ -114,7 +91,7 @@ class DeepSeek(MoEDecoder):
         )
 
     def build_attention(self, index: int) -> nn.Module:
-        """See `MoEDecoder.build_attention`."""
+        """See `DenseDecoder.build_attention`."""
         from armillary.models.layers.mla import LatentAttention
 
         scaling = self.rope_scaling
@@ -134,7 +111,7 @@ class DeepSeek(MoEDecoder):
         )
 
     def attention_parameters(self) -> int:
-        """See `MoEDecoder.attention_parameters`."""
+        """See `DenseDecoder.attention_parameters`."""
         heads = self.n_heads
         query = heads * self.head_width
         rank = self.query_rank
@@ -165,7 +142,7 @@ class DeepSeek(MoEDecoder):
         return flops
 
     def score_flops(self, seq_len: int, *, causal: bool) -> float:
-        """See `MoEDecoder.score_flops`: keys and values differ in width."""
+        """See `DenseDecoder.score_flops`: keys and values differ in width."""
         layers = self.n_layers + self.predict_ahead
         scores = 6.0 * layers * self.n_heads * (self.head_width + self.value_head_dim) * seq_len
         return scores / 2 if causal else scores
@@ -195,6 +172,9 @@ class DeepSeek(MoEDecoder):
 
     def _head_problems(self) -> list[Problem]:
         found = []
+        if self.head_dim is not None:
+            message = f"model.head_dim = {self.head_dim} has no place in latent attention"
+            found.append(Problem(message, "none: heads are plain_head_dim + rope_head_dim wide"))
         if self.n_kv_heads != self.n_heads:
             message = f"model.n_kv_heads = {self.n_kv_heads} is not model.n_heads = {self.n_heads}"
             found.append(Problem(message, f"{self.n_heads}", f"--model.n-kv-heads {self.n_heads}"))

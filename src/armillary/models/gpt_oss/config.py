@@ -47,7 +47,7 @@ class GptOss(MoEDecoder):
         return self.window if index % 2 == 0 else None
 
     def build_attention(self, index: int) -> nn.Module:
-        """See `MoEDecoder.build_attention`."""
+        """See `DenseDecoder.build_attention`."""
         from armillary.models.gpt_oss.attention import SinkAttention
 
         return SinkAttention(
@@ -85,7 +85,7 @@ class GptOss(MoEDecoder):
         return self.n_layers * attention + self.n_expert_layers * mixture + routers
 
     def score_flops(self, seq_len: int, *, causal: bool) -> float:
-        """See `MoEDecoder.score_flops`: a window's scores are those that it lets through.
+        """See `DenseDecoder.score_flops`: a window's scores are those that it lets through.
 
         Causal, a token sees min(i, w) of S keys, i from 0 to S: w - w²/(2 S) on average.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
 _T = TypeVar("_T")
@@ -50,7 +50,22 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
         kept.append(compute())
         return kept[-1]
 
-    return _keeper(keep), recomputation(kept)
+    return _keeper(keep), _Recomputation(kept)
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """`recomputation`, as often as asked for: a pipeline that computes the gradients of activations
+    and of weights at different moments repeats the forward pass for each.
+    """
+
+    def __init__(self, kept: list[object]) -> None:
+        self._kept, self._active = kept, ExitStack()
+
+    def __enter__(self) -> None:
+        self._active.enter_context(recomputation(self._kept))
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._active.__exit__(*error)
 
 
 @contextmanager

@@ -17,8 +17,10 @@ def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
     if ranks == 1:
         return batch
     length = batch.tokens.shape[1]
-    by_rank = indices_by_rank(length, ranks, head_tail=head_tail(mesh.parallel))
-    indices = by_rank[mesh.coordinate("cp")].to(batch.tokens.device)
+    # Made on the device: a copy from the host would wait for all that the device has to do.
+    device, balanced = batch.tokens.device, head_tail(mesh.parallel)
+    by_rank = indices_by_rank(length, ranks, head_tail=balanced, device=device)
+    indices = by_rank[mesh.coordinate("cp")]
     return Batch(
         tokens=batch.tokens[:, indices],
         labels=batch.labels[:, indices],

@@ -12,6 +12,9 @@ from armillary.foundation.errors import Problem
 from armillary.models.layers.backends.base import Conditions, Visible
 from armillary.models.layers.documents import Documents
 
+_CHANNELS = 8
+"""Channels added for sinks, of which one is needed: fused kernels ask for widths in eights."""
+
 
 class Sdpa:
     """`visible` is a mask `[B, 1, S, C]`, or None when plain causal attention is the same.
@@ -45,7 +48,8 @@ class Sdpa:
         mask = cast("Tensor | None", visible)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if sinks is not None:
-            key, value, mask = _with_sinks(query, key, value, mask, sinks)
+            own = (sinks / scale).to(query.dtype)
+            query, key, value, mask = _with_sinks(query, key, value, mask, own)
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query,
@@ -60,13 +64,17 @@ class Sdpa:
 
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A column more: a key and a value of zeros, whose score is the sink."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One key more, that all queries see and whose value is 0; its products with queries are the
+    sinks `[H]`.
+
+    Queries and keys get a channel of their own for it, so that one mask serves all heads.
+    """
     batch, heads, length, _ = query.shape
     if mask is None:
         mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
-    hidden = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    scores = hidden.expand(batch, heads, length, -1)  # [B, H, S, C]
-    column = sinks.to(query.dtype)[:, None, None].expand(batch, heads, length, 1)
-    pad = (0, 0, 0, 1)
-    return F.pad(key, pad), F.pad(value, pad), torch.cat((scores, column), dim=-1)
+    own = F.pad(sinks[:, None], (0, _CHANNELS - 1))[:, None].expand(batch, -1, length, -1)
+    query = torch.cat((query, own), dim=-1)  # [B, H, S, P + 8]
+    key = F.pad(key, (0, _CHANNELS, 0, 1))  # [B, K, C + 1, P + 8]
+    key[:, :, -1, -_CHANNELS] = 1
+    return query, key, F.pad(value, (0, 0, 0, 1)), F.pad(mask, (0, 1), value=True)
