@@ -94,6 +94,12 @@ CASES: dict[str, tuple[Parallel, int, list[tuple[str, str, str]]]] = {
           "DualPipeV, or the path of a .csv", "--parallel.schedule 1F1B"),
          ("parallel.prefetch = -1 is out of range", "0 or more", "--parallel.prefetch 0")],
     ),
+    "host memory of one rank": (
+        Parallel(cpu_offload=True),
+        1,
+        [("parallel.cpu_offload = true keeps shards in host memory, and one rank has no shards",
+          "2 ranks or more", "--parallel.cpu-offload false")],
+    ),
     "one stage each": (
         Parallel(pp=2, stages_per_rank=2),
         2,

@@ -18,6 +18,7 @@ from context_cases import (
     packed_batch,
     relative,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.kernels import partial_attention
 from armillary.parallel import Parallel
@@ -113,3 +114,20 @@ def test_head_and_tail_give_every_rank_as_many_keys() -> None:
 def test_one_rank_keeps_its_batch() -> None:
     batch = packed_batch()
     assert shard_batch(batch, Mesh.create(Parallel(), torch.device("cpu"))) is batch
+
+
+class _NoCopies(TorchDispatchMode):
+    """Refuses copies between devices: one from the host would wait for all that the other does."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function is not torch.ops.aten._to_copy.default
+        return function(*args, **kwargs or {})
+
+
+def test_the_places_of_tokens_are_made_where_the_tokens_are() -> None:
+    batch, mesh = packed_batch().to("meta"), Mesh.imagined(Parallel(cp=2), 2, 1)
+    with _NoCopies():
+        part = shard_batch(batch, mesh)
+    assert part.tokens.is_meta and part.tokens.shape[1] * 2 == batch.tokens.shape[1]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from parallel_cases import Case, batches, built, wholes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.parallel import Parallel, Scale
 from armillary.parallel.gradients import (
@@ -111,6 +113,23 @@ def test_a_missing_gradient_counts_as_zero() -> None:
     own = float(head.grad.double().norm())
     head.grad = None
     assert float(total_norm(gradient_norms(model))) == pytest.approx(math.sqrt(whole**2 - own**2))
+    assert norms_by_name(model)["head.weight"] == 0.0
+
+
+class _NothingUnwaited(TorchDispatchMode):
+    """Refuses copies that may be read before they are there."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert not (kwargs or {}).get("non_blocking"), function
+        return function(*args, **kwargs or {})
+
+
+def test_gradients_on_the_host_are_not_scaled_before_the_factor_is_there() -> None:
+    model, weight = stepped(Case(scale=Scale(precision=FP32)))
+    with _NothingUnwaited():
+        scale_and_clip(model, weight, LIMIT)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -92,6 +92,8 @@ def _continued(
         logits = model(tokens, documents, cache=cache, output=_last_logits)
         for index in range(most):
             chosen = pick(logits, index)
+            if isinstance(model, ParallelModel):
+                chosen = model.agreed(chosen)
             open_rows = [row for row in open_rows if chosen[row] != eos_id]
             yield from ((row, chosen[row]) for row in open_rows)
             if not open_rows or index + 1 == most:

@@ -30,7 +30,7 @@ def arrangement_problems(parallel: Parallel, world_size: int) -> list[Problem]:
     if not problems:
         resolved = parallel.resolve(world_size)
         problems = [*_experts(resolved), *_pipeline(resolved)]
-    return [*problems, *_words(parallel)]
+    return [*problems, *_words(parallel), *_host_memory(parallel, world_size)]
 
 
 def option(field: str) -> str:
@@ -246,3 +246,12 @@ def _words(parallel: Parallel) -> Iterator[Problem]:
                 allowed=f"{least} or more",
                 fix=f"{option(field)} {least}",
             )
+
+
+def _host_memory(parallel: Parallel, world_size: int) -> Iterator[Problem]:
+    if parallel.cpu_offload and world_size == 1:
+        yield Problem(
+            "parallel.cpu_offload = true keeps shards in host memory, and one rank has no shards",
+            allowed="2 ranks or more",
+            fix=f"{option('cpu_offload')} false",
+        )

@@ -160,6 +160,19 @@ class ParallelModel:
         """`Decoder.forward`, without gradients; every rank gets the result for the same tokens."""
         return self._executor(tokens, documents, cache=cache, output=output)
 
+    def agreed(self, numbers: list[int]) -> list[int]:
+        """Rank 0's numbers, on every rank.
+
+        For choices made from logits: where ranks multiply the same rows beside other ones, as the
+        owners of experts do, the last bits may differ, and ranks that go on with different tokens
+        wait for each other for ever.
+        """
+        if self.mesh.dense_view is None:
+            return numbers
+        first = torch.tensor(numbers, dtype=torch.int64, device=self.mesh.device)
+        dist.broadcast(first, src=0)
+        return [int(number) for number in first.tolist()]
+
     def end_step(self) -> dict[str, float]:
         """After each optimizer step: what layers do once a step, and what they report of it.
 

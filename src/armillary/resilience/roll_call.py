@@ -20,6 +20,10 @@ _RANKS_PER_SECOND = 500
 """Signs of life that the store takes without strain."""
 _SILENT_PERIODS = 4
 """Without a sign of life for so long, a rank is lost."""
+_ASKERS = 8
+"""Ranks that look for signs of life. Were ten thousand to look for ten thousand, the store would be
+busy for an hour; the others wait for the finding of these."""
+_ASKED = "armillary/asked"
 _VERDICT = "armillary/lost"
 _LOST_PEER = (
     "closed by peer",
@@ -114,20 +118,33 @@ class RollCall:
         store = self._store
         assert store is not None
         try:
-            if store.check([_VERDICT]):
-                return [int(rank) for rank in store.get(_VERDICT).decode().split()]
-            before = self._signs(store)
-            time.sleep(_SILENT_PERIODS * self._period)
-            if store.check([_VERDICT]):
-                return [int(rank) for rank in store.get(_VERDICT).decode().split()]
-            after = self._signs(store)
-            others = [rank for rank in range(self._world_size) if rank != self._rank]
-            found = [rank for rank in others if after[rank] == before[rank]]
-            if found:
-                store.set(_VERDICT, " ".join(map(str, found)))
+            if (found := _verdict(store)) is not None:
+                return found
+            if store.add(_ASKED, 1) > _ASKERS:
+                return self._told(store)
+            return self._look(store)
         except Exception:  # whatever a store makes of a host that does not answer
             return [0]
+
+    def _look(self, store: Store) -> list[int]:
+        before = self._signs(store)
+        time.sleep(_SILENT_PERIODS * self._period)
+        if (found := _verdict(store)) is not None:
+            return found
+        after = self._signs(store)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        found = [rank for rank in others if after[rank] == before[rank]]
+        if found:
+            store.set(_VERDICT, " ".join(map(str, found)))
         return found
+
+    def _told(self, store: Store) -> list[int]:
+        """What those who look have found, when they have had time for it."""
+        for _ in range(2 * _SILENT_PERIODS):
+            time.sleep(self._period)
+            if (found := _verdict(store)) is not None:
+                return found
+        return []
 
     def _signs(self, store: Store) -> list[int]:
         return [store.add(_key(rank), 0) for rank in range(self._world_size)]
@@ -140,6 +157,13 @@ class RollCall:
             except Exception:  # the store is gone: a collective will tell
                 return
             self._leaving.wait(self._period)
+
+
+def _verdict(store: Store) -> list[int] | None:
+    """What a rank has found; None: nothing so far."""
+    if not store.check([_VERDICT]):
+        return None
+    return [int(rank) for rank in store.get(_VERDICT).decode().split()]
 
 
 def _key(rank: int) -> str:

@@ -69,7 +69,8 @@ def train(
         RunError: the run failed.
     """
     with seen_by_every_rank():
-        if found := problems(recipe, process.world_size(), data=not checked):
+        found = problems(recipe, process.world_size(), data=not checked)
+        if found:
             raise UserError(found)
     tune_host_allocator()
     with seen_by_every_rank():

@@ -70,7 +70,7 @@ def _with_sinks(
 
     Queries and keys get a channel of their own for it, so that one mask serves all heads.
     """
-    batch, heads, length, _ = query.shape
+    batch, _, length, _ = query.shape
     if mask is None:
         mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
     own = F.pad(sinks[:, None], (0, _CHANNELS - 1))[:, None].expand(batch, -1, length, -1)
