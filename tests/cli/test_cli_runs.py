@@ -106,6 +106,18 @@ def test_a_run_is_shown_in_full(tmp_path, capsys, monkeypatch):
     assert [each["step"] for each in shown["checkpoints"]] == [20]
 
 
+def test_a_terminal_without_the_characters_of_a_chart_gets_them_escaped(tmp_path):
+    run = write_run(tmp_path / "run", stop=("finished", 0))
+    made = subprocess.run(
+        [sys.executable, "-m", "armillary", "runs", "show", str(run)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (made.returncode, made.stderr) == (0, b"")
+    assert b"\\u2581" in made.stdout
+
+
 def test_a_resumed_run_counts_repeated_steps_once(tmp_path):
     run = write_run(tmp_path / "run", steps=20, stop=("interrupted", 75))
     assert read_history(run).state() == "stopped"

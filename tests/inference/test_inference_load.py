@@ -124,7 +124,10 @@ def test_what_is_no_run_or_has_no_such_checkpoint_is_refused(run: Path, tmp_path
 
 
 def test_the_command_prints_the_texts_of_the_model(
-    saved_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    saved_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trained = load_trained(saved_run, device=CPU)
     prompts = [trained.encode(text) for text in ("def ", "x")]
@@ -147,6 +150,15 @@ def test_the_command_prints_the_texts_of_the_model(
     assert printed == f"--- 1 of 2\ndef {texts[0]}\n--- 2 of 2\nx{texts[1]}\n"
     assert main(["generate", *options]) == 0
 
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "named").symlink_to(saved_run)
+    capsys.readouterr()
+    assert main(["generate", "named", *options[1:], "--prompt", "def "]) == 0
+    assert capsys.readouterr().out == f"def {texts[0]}\n"
+    assert main(["generate", "nowhere"]) == 2
+    assert "try: armillary runs list" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -154,6 +166,7 @@ def test_the_command_prints_the_texts_of_the_model(
         (["--temperature", "-1"], "temperature = -1.0 is out of range"),
         (["--top-p", "2", "--top-k", "-1"], "top_p = 2.0 is out of range"),
         (["--prompt", "x" * 200], "prompt 0 of 201 tokens"),
+        (["--prompt", "\udcff"], "is not UTF-8 text"),
         (["--step", "7"], "no checkpoint of step 7"),
         (["--max-new-tokens", "many"], "invalid int value"),
         (["--promt", "x"], "unrecognized arguments"),

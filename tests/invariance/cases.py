@@ -6,6 +6,7 @@ A case is a set of leaves on top of a base recipe, so what is tested is what a u
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 LIMIT = 1e-5
 """Largest relative deviation of losses and norms in fp32, unless a case says why it needs more."""
@@ -36,6 +37,9 @@ ACCUMULATE = {"budget.microbatch_sequences": "1"}
 FOUR = {"budget.microbatch_sequences": "4"}
 """Four microbatches of four rows where a rank has all sixteen."""
 TWO = {"budget.microbatch_sequences": "2"}
+
+TABLE = Path(__file__).with_name("schedule.csv")
+"""A schedule of one's own: four microbatches on two ranks, one with a split backward pass."""
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -122,10 +126,32 @@ def _two() -> dict[str, Case]:
         ),
         "moe-tp2": Case(world=2, model="moe", leaves=tp2),
         "moe-tp2-ep2": Case(world=2, model="moe", leaves=tp2 | {"parallel.ep": "2"}, fast=True),
+        "moe-tp2-ep2-accumulated-4": Case(
+            world=2, model="moe", leaves=tp2 | FOUR | {"parallel.ep": "2"}
+        ),
         "moe-tp2-expert-tp2": Case(world=2, model="moe", leaves=tp2 | {"parallel.expert_tp": "2"}),
         "moe-pp2": Case(world=2, model="moe", leaves=_mesh(pp=2) | FOUR),
+        "moe-pp2-zbv-full": Case(
+            world=2,
+            model="moe",
+            leaves=_mesh(pp=2)
+            | FOUR
+            | CHECKPOINTING["full"]
+            | {"parallel.schedule": "ZBVZeroBubble"},
+            fast=True,
+        ),
+        "deepseek-pp2-zbv": Case(
+            world=2,
+            model="deepseek",
+            leaves=_mesh(pp=2) | FOUR | {"parallel.schedule": "ZBVZeroBubble"},
+        ),
+        "pp2-csv": Case(world=2, leaves=_mesh(pp=2) | FOUR | {"parallel.schedule": str(TABLE)}),
         "moe-cp2": Case(world=2, model="moe", leaves=_mesh(cp=2)),
         "deepseek-ep2": Case(world=2, model="deepseek", leaves=fsdp2 | {"parallel.ep": "2"}),
+        "deepseek-ahead-tp2": Case(world=2, model="deepseek-ahead", leaves=tp2 | FOUR),
+        "deepseek-ahead-ep2": Case(
+            world=2, model="deepseek-ahead", leaves=fsdp2 | {"parallel.ep": "2"} | TWO, fast=True
+        ),
         "deepseek-tp2": Case(world=2, model="deepseek", leaves=tp2, fast=True),
         "deepseek-cp2-ring": Case(world=2, model="deepseek", leaves=_mesh(cp=2) | CONTEXTS["ring"]),
         "gpt-oss-tp2": Case(world=2, model="gpt-oss", leaves=tp2),
@@ -135,6 +161,8 @@ def _two() -> dict[str, Case]:
     for name, schedule in SCHEDULES.items():
         leaves = _mesh(pp=2) | FOUR | {"parallel.schedule": schedule}
         cases[f"pp2-{name}"] = Case(world=2, leaves=leaves, fast=name in ("1f1b", "zbv"))
+        if name in ("interleaved-zero-bubble", "zbv", "dual-pipe-v"):
+            cases[f"moe-pp2-{name}"] = Case(world=2, model="moe", leaves=leaves)
     for name, context in CONTEXTS.items():
         fast = name in ("all-gather", "ring", "ulysses")
         cases[f"cp2-{name}"] = Case(world=2, leaves=_mesh(cp=2) | context, fast=fast)
@@ -174,6 +202,14 @@ def _four() -> dict[str, Case]:
         "moe-ep2-fsdp2": Case(world=4, model="moe", leaves=_mesh(dp_shard=4, ep=2), fast=True),
         "moe-ep2-hsdp2x2": Case(
             world=4, model="moe", leaves=_mesh(dp_replicate=2, dp_shard=2, ep=2)
+        ),
+        "moe-pp2-ep2-zbv-full": Case(
+            world=4,
+            model="moe",
+            leaves=_mesh(pp=2, dp_shard=2, ep=2)
+            | TWO
+            | CHECKPOINTING["full"]
+            | {"parallel.schedule": "ZBVZeroBubble"},
         ),
         "moe-pp2-ep2": Case(world=4, model="moe", leaves=_mesh(pp=2, dp_shard=2, ep=2) | TWO),
         "moe-cp2-ep4": Case(world=4, model="moe", leaves=_mesh(cp=2, dp_shard=2, ep=4)),

@@ -43,6 +43,9 @@ _SIZES: dict[str, Any] = {
     "n_active": 2,
     "expert_dim": 32,
     "max_seq_len": 128,
+    # Scores that lie well apart: of two experts that are equal to the last bits, rounding may
+    # choose either, and a token at another expert is another gradient.
+    "init_std": 0.1,
 }
 _MIXTURES: dict[str, ModelConfig] = {
     "moe": Qwen3MoE(
@@ -74,7 +77,9 @@ _MIXTURES: dict[str, ModelConfig] = {
 
 def models() -> dict[str, ModelConfig]:
     """Dense, dense with tied embeddings, and one of each mixture family."""
-    return {"dense": _DENSE, "tied": replace(_DENSE, tied_embeddings=True), **_MIXTURES}
+    ahead = replace(_MIXTURES["deepseek"], predict_ahead=True)  # type: ignore[call-arg]
+    tied = replace(_DENSE, tied_embeddings=True)
+    return {"dense": _DENSE, "tied": tied, **_MIXTURES, "deepseek-ahead": ahead}
 
 
 def base(folder: Path, model: str) -> Recipe:

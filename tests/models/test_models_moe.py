@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from armillary.models.layers.balance import STATISTICS
 from armillary.models.layers.dispatch import sorted_slots
+from armillary.models.layers.end_step import Total, end_step, layers_that_end_steps
 from armillary.models.layers.experts import Experts, clamped_swiglu
 from armillary.models.layers.mlp import SwiGLU
-from armillary.models.layers.moe import MoE, end_step_of
+from armillary.models.layers.moe import MoE
 from armillary.models.layers.recompute import recompute_contexts, recomputing
 from armillary.models.layers.router import Router
 from armillary.models.routing import RouterConfig
@@ -37,6 +41,13 @@ def moe_of(
         for parameter in moe.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     return moe
+
+
+def ended(model: torch.nn.Module, total: Total = lambda counts: counts) -> dict[str, float]:
+    """What layers report of a step."""
+    layers = layers_that_end_steps(model.modules())
+    found = end_step(layers, total, STATISTICS, torch.device("cpu")).tolist()
+    return dict(zip(STATISTICS, found, strict=True))
 
 
 def by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -138,8 +149,8 @@ def test_counts_are_of_training_tokens_once_whatever_is_recomputed_or_accumulate
         out = checkpoint(moe, row, use_reentrant=False, context_fn=recompute_contexts)
         out.sum().backward()
     assert seen == [False, True] * 4
-    assert torch.equal(moe.take_load(), expected)
-    assert torch.equal(moe.take_load(), torch.zeros_like(expected))
+    assert torch.equal(moe.take_counts(), expected)
+    assert torch.equal(moe.take_counts(), torch.zeros_like(expected))
 
 
 def test_the_bias_drives_a_skewed_router_to_even_loads() -> None:
@@ -151,7 +162,7 @@ def test_the_bias_drives_a_skewed_router_to_even_loads() -> None:
     figures = []
     for _ in range(150):
         moe(torch.randn(8, 32, D, generator=generator) + common)
-        figures.append(moe.end_step(lambda counts: counts))
+        figures.append(ended(moe))
     assert figures[0]["expert_load_max_over_mean"] > 2.5
     tail = [step["expert_load_max_over_mean"] for step in figures[-20:]]
     assert max(tail) < 1.35
@@ -175,14 +186,14 @@ def test_one_sum_serves_all_layers_and_adds_up_what_other_ranks_saw() -> None:
 
     for moe in model:
         moe(x)
-    figures = end_step_of(model, total)
+    figures = ended(model, total)
     assert [call.sum().item() for call in calls] == [3 * B * S * K]
     assert figures["expert_load_max_over_mean"] == E
     assert figures["expert_idle_share"] == pytest.approx(5 / 6)
     bias = model[0].router.expert_bias
     assert bias.argmin() == 5
-    assert end_step_of(torch.nn.Linear(2, 2), total) == {}
-    model = torch.nn.ModuleList([moe_of(RouterConfig())])
-    assert set(end_step_of(model, lambda counts: counts)) == {
-        "expert_load_max_over_mean", "expert_idle_share",
-    }  # fmt: skip
+    assert set(ended(torch.nn.Linear(2, 2), total).values()) == {-math.inf}
+    assert len(calls) == 1
+    unbiased = ended(torch.nn.ModuleList([moe_of(RouterConfig())]))
+    absent = {name for name, figure in unbiased.items() if figure == -math.inf}
+    assert absent == {"expert_bias_mean_absolute"}

@@ -132,7 +132,7 @@ def test_what_looks_ahead_stays_in_its_document() -> None:
 def test_the_extra_block_counts_its_experts_loads_too() -> None:
     batch, model = batch_of([[32]]), model_of()
     TASK.loss(model, batch).sum.backward()
-    loads = [int(m.take_load().sum()) for m in model.modules() if isinstance(m, MoE)]
+    loads = [int(m.take_counts().sum()) for m in model.modules() if isinstance(m, MoE)]
     assert loads == [32 * 2] * 3  # two layers of the main model, and the extra one
 
 

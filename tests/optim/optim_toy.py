@@ -66,7 +66,7 @@ def shard(model: Toy, replicate: int) -> ParallelModel:
     layouts = Layouts.of(model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     shard_over_data(model, mesh, layouts, torch.float32)
-    whole = WholeModel(shapes=shapes, initializers={}, max_seq_len=5, has_experts=False)
+    whole = WholeModel(shapes=shapes, initializers={}, max_seq_len=5)
     return ParallelModel(
         [model], layouts=layouts, mesh=mesh, whole=whole, executor=InTurn(model, mesh)
     )

@@ -116,7 +116,7 @@ def run(moe: MoE, x: Tensor, dy: Tensor, *, recompute: bool = False) -> Seen:
         y = moe(x)
     y.backward(dy)
     weights = {name: p.grad.clone() for name, p in moe.experts.named_parameters()}
-    return Seen(y.detach(), x.grad, weights, moe.take_load())
+    return Seen(y.detach(), x.grad, weights, moe.take_counts())
 
 
 def dealt(mesh: Mesh, axis: str) -> slice:

@@ -36,8 +36,11 @@ MESHES = {
         scale=Scale(precision=FP32, parallel=Parallel(pp=2, tp=2)), tied=True, microbatches=2
     ),
     "TP 2 x EP 2": Case(scale=Scale(precision=FP32, parallel=Parallel(tp=2, ep=2)), experts=True),
+    "FSDP 2 x TP 2": Case(scale=Scale(precision=FP32, parallel=Parallel(tp=2))),
 }
 LIMIT = 0.05
+ORDERS = (1.0, 1.5, 2.0, 3.0, 60.0, math.inf)
+"""Of norms; the 60th powers of most of these gradients are no float64 numbers."""
 
 
 def alone(case: Case) -> Case:
@@ -52,17 +55,17 @@ def stepped(case: Case) -> tuple[ParallelModel, int]:
     return model, weight
 
 
-Seen = tuple[dict[str, float], dict[str, float], float, float, dict[str, Tensor]]
+Seen = tuple[dict[str, float], dict[str, float], list[float], float, dict[str, Tensor]]
 
 
 def seen(case: Case) -> Seen:
-    """Norms by group and name, the largest element, the norm, and the gradients after clipping."""
+    """Norms by group and name, of every order, the 2-norm, and the gradients after clipping."""
     model, weight = stepped(case)
-    groups, names = norms_by_group(model), norms_by_name(model)
-    largest = float(total_norm(gradient_norms(model, math.inf), math.inf))
+    groups, names = norms_by_group(model, 3.0), norms_by_name(model)
+    orders = [float(scale_and_clip(model, 1, math.inf, order)) for order in ORDERS]
     norm = float(scale_and_clip(model, weight, LIMIT))
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return groups, names, largest, norm, wholes(model, gradients)
+    return groups, names, orders, norm, wholes(model, gradients)
 
 
 def all_seen(cases: list[Case]) -> list[Seen]:
@@ -73,12 +76,12 @@ def test_norms_and_clipped_gradients_are_those_of_one_process() -> None:
     cases = list(MESHES.values())
     for rank in run_ranks(all_seen, 4, cases):
         for (name, case), found in zip(MESHES.items(), rank, strict=True):
-            groups, names, largest, norm, gradients = found
-            exact_groups, exact_names, exact_largest, exact, clipped = seen(alone(case))
+            groups, names, orders, norm, gradients = found
+            exact_groups, exact_names, exact_orders, exact, clipped = seen(alone(case))
             assert exact > LIMIT
             assert groups == pytest.approx(exact_groups, rel=1e-6), name
             assert names == pytest.approx(exact_names, rel=1e-6), name
-            assert largest == pytest.approx(exact_largest, rel=1e-6), name
+            assert orders == pytest.approx(exact_orders, rel=1e-6), name
             assert norm == pytest.approx(exact, rel=1e-6), name
             for key, expected in clipped.items():
                 error = (gradients[key] - expected).norm() / expected.norm()
@@ -96,6 +99,13 @@ def test_one_process_measures_what_its_gradients_are() -> None:
     largest = max(float(p.grad.abs().max()) for p in model.parameters())
     assert float(gradient_norms(model, math.inf).max()) == largest
 
+    everything = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    everything /= largest  # powers of what is left are numbers that torch can add
+    for order in ORDERS:
+        expected = largest * float(torch.linalg.vector_norm(everything, order))
+        norms = gradient_norms(model, order)
+        assert float(total_norm(norms, order)) == pytest.approx(expected, rel=1e-12)
+
     before = [p.grad.clone() for p in model.parameters()]
     assert float(scale_and_clip(model, weight, math.inf)) == pytest.approx(exact / weight)
     for grad, parameter in zip(before, model.parameters(), strict=True):
@@ -104,6 +114,11 @@ def test_one_process_measures_what_its_gradients_are() -> None:
     assert float(total_norm(gradient_norms(model))) == pytest.approx(LIMIT, rel=1e-6)
     assert float(scale_and_clip(model, 1, 2 * LIMIT)) == pytest.approx(LIMIT, rel=1e-6)
     assert float(total_norm(gradient_norms(model))) == pytest.approx(LIMIT, rel=1e-6)
+    for order in ORDERS:
+        scale_and_clip(model, 1, LIMIT / 1e3, order)
+        clipped = float(total_norm(gradient_norms(model, order), order))
+        assert clipped == pytest.approx(LIMIT / 1e3, rel=1e-6)
+        scale_and_clip(model, 1e-6, math.inf)
 
 
 def test_a_missing_gradient_counts_as_zero() -> None:
@@ -133,7 +148,7 @@ def test_gradients_on_the_host_are_not_scaled_before_the_factor_is_there() -> No
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float, order: float) -> None:
     model, weight = stepped(Case(scale=Scale(precision=FP32)))
     gradient = local_tensor(dict(model.named_parameters())["norm.weight"].grad)

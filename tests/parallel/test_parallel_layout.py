@@ -101,7 +101,7 @@ def views() -> list[str]:
             [],
             layouts=layouts,
             mesh=mesh,
-            whole=WholeModel(shapes={}, initializers={}, max_seq_len=0, has_experts=False),
+            whole=WholeModel(shapes={}, initializers={}, max_seq_len=0),
             executor=InTurn(nn.Module(), mesh),
         )
         for name, layout in LAYOUTS.items():

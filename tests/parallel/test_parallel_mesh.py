@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,31 @@ def test_groups_of_the_same_ranks_are_made_once(monkeypatch: pytest.MonkeyPatch)
     with pretended(8, 5):
         Mesh.create(Parallel(tp=2), CPU)
         assert len(made) == 2 * first
+
+
+@pytest.mark.parametrize("torch_splits_backends", [True, False])
+def test_gpus_split_off_their_own_backend_only_where_torch_can(
+    torch_splits_backends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def as_of_now(  # noqa: PLR0917 - torch's own
+        parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None,
+        pg_options: Any = None, group_desc: Any = None, backend: Any = None,
+    ) -> str:  # fmt: skip
+        calls.append({"ranks": split_ranks, "backend": backend})
+        return "a group"
+
+    def as_before(split_ranks: Any = None, timeout: Any = None, group_desc: Any = None) -> str:
+        calls.append({"ranks": split_ranks})
+        return "a group"
+
+    monkeypatch.setattr(dist, "split_group", as_of_now if torch_splits_backends else as_before)
+    world: Any = SimpleNamespace(bound_device_id=CPU)
+    assert groups._new(Parallel(tp=2, dp_shard=2).grid, "tp", (2, 3), world) == "a group"
+    (call,) = calls
+    assert call["ranks"] == [[0, 1], [2, 3]]
+    assert call.get("backend") == ("cuda:nccl" if torch_splits_backends else None)
 
 
 def test_one_process_is_a_mesh_without_groups() -> None:

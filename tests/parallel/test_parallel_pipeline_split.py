@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_cases import tiny
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from armillary.foundation.errors import UserError
@@ -22,7 +23,7 @@ from armillary.parallel import Compile, EveryK, Full, Parallel, Scale, Selective
 from armillary.parallel.layout import Layouts
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.pipeline.placement import rank_of_stages
-from armillary.parallel.pipeline.rules import split_backward_problems
+from armillary.parallel.pipeline.rules import split_backward_problems, splits_backward
 from armillary.parallel.pipeline.split import layer_costs, plan_of, split_pipeline, stage_plan
 from armillary.parallel.pipeline.stage import stage_of
 
@@ -161,6 +162,13 @@ def test_a_split_backward_pass_refuses_what_forgets_after_the_first_time(
     assert split_backward_problems(whole, 8) == []
 
 
+def test_a_table_splits_the_backward_pass_if_one_of_its_cells_does(tmp_path: Path) -> None:
+    for name, last, splits in (("whole", "1B0", False), ("split", "1I0,1W0", True)):
+        table = tmp_path / f"{name}.csv"
+        table.write_text(f"0F0,,,0B0\n,1F0,{last}\n")
+        assert splits_backward(Parallel(pp=2, schedule=str(table))) == splits
+
+
 def test_the_parts_of_torch_that_are_not_public_are_there() -> None:
     """Seen with torch 2.13; `pipeline/schedules.py` is the only place that uses them."""
     what = f"torch {torch.__version__}"
@@ -171,3 +179,7 @@ def test_the_parts_of_torch_that_are_not_public_are_there() -> None:
         assert "return_outputs" in inspect.signature(kind.step).parameters, what
     stage = inspect.signature(PipelineStage).parameters
     assert {"input_args", "output_args", "group"} <= set(stage), what
+    once = inspect.signature(PipelineStage.backward_weight_one_chunk).parameters
+    assert list(once) == ["self", "bwd_chunk_id", "last_backward"], what
+    for name in ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed"):
+        assert hasattr(FSDPParam, name), what

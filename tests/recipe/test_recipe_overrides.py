@@ -68,6 +68,11 @@ def test_what_is_typed_sets_the_leaf(typed: str | list[str], expected: Train) ->
     assert override(typed) == expected
 
 
+def test_bytes_of_a_command_line_that_are_no_text_are_refused() -> None:
+    with pytest.raises(UserError, match=r"stops = (?s:.*)allowed: .*UTF-8"):
+        override(["--stops", "a\udcff"])
+
+
 def test_none_unsets_what_is_optional() -> None:
     base = Train(lamp=Lamp(), spare=Steam(), window=(1, 2), trip=Trip(hours=3))
     made = override("--lamp none --spare none --window none --trip.hours None", base)

@@ -74,18 +74,24 @@ CASES = {
         2,
     ),
     "pipeline_starved": ("--parallel.pp 8 --budget.microbatch-sequences 1", 64),
+    "split_backward": (
+        "--parallel.pp 2 --parallel.schedule ZBVZeroBubble --budget.microbatch-sequences 1 "
+        "--compile.enabled --activation-checkpoint selective",
+        2,
+    ),
     "everything_of_the_mesh": ("--parallel.tp 3 --parallel.cp 3", 8),
     "budget_of_memory": ("--activation-checkpoint memory-budget", 1),
     "compute_dtype": ("--precision.compute float16", 1),
     "numbers_out_of_range": (
         "--seed -1 --budget.steps 0 --budget.batch-tokens -5 --budget.seq-len 0 "
         "--budget.microbatch-sequences -1 --max-gradient-norm 0 --validation.every -1 "
-        "--sampling.temperature -1 --checkpoint.keep-last 0",
+        "--gradient-norm-order 0.5 --sampling.temperature -1 --checkpoint.keep-last 0",
         1,
     ),
     "numbers_that_are_not": (
         "--optimizer.lr nan --optimizer.weight-decay inf --optimizer.betas 0.9,nan "
-        "--model.rope-theta nan --max-gradient-norm nan --budget.tokens inf",
+        "--model.rope-theta nan --max-gradient-norm nan --budget.tokens inf "
+        "--gradient-norm-order nan",
         1,
     ),
     "everything_at_once": (
@@ -173,5 +179,14 @@ def test_what_only_the_data_machine_knows_can_be_left_out() -> None:
     assert [problem.message for problem in problems(recipe, 64)] == ["data.tokenizer.path is empty"]
 
 
-def test_an_infinite_gradient_norm_means_no_clipping() -> None:
-    assert problems(resolve(["debug", "--max-gradient-norm", "inf"]).recipe) == []
+def test_a_split_backward_pass_goes_with_experts_and_with_blocks_that_are_recomputed() -> None:
+    mesh = "--parallel.pp 2 --parallel.schedule DualPipeV --budget.microbatch-sequences 1"
+    for name in ("debug", "debug-qwen3-moe", "debug-gpt-oss", "debug-deepseek"):
+        for kept in ("none", "full", "every-k", "offload"):
+            typed = [name, *mesh.split(), "--activation-checkpoint", kept]
+            assert problems(resolve(typed).recipe, 2) == [], typed
+
+
+def test_an_infinite_gradient_norm_means_no_clipping_and_an_infinite_order_the_largest() -> None:
+    typed = ["--max-gradient-norm", "inf", "--gradient-norm-order", "inf"]
+    assert problems(resolve(["debug", *typed]).recipe) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.foundation.errors import EXIT_FINISHED, Problem, UserError
+from armillary.foundation.run_folder import named_run
 
 if TYPE_CHECKING:
     from armillary.data.tokenizer import Tokenizer
@@ -32,7 +33,11 @@ _SAMPLING: tuple[tuple[str, type, float, str], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     add = parser.add_argument
-    add("path", metavar="RUN|CHECKPOINT", help="a run folder, or a checkpoint in one")
+    add(
+        "path",
+        metavar="RUN|CHECKPOINT",
+        help="a run folder, its name below runs, or a checkpoint in one",
+    )
     add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
     for name, kind, default, meaning in _SAMPLING:
         add(f"--{name}", type=kind, default=default, metavar="N", help=f"{meaning} ({default})")
@@ -57,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     with closing(open_console()) as console:
         trained = load_trained(
-            Path(arguments.path), step=arguments.step, device=choose_device(), progress=console
+            named_run(Path(arguments.path)),
+            step=arguments.step,
+            device=choose_device(),
+            progress=console,
         )
     for reason in trained.checkpoint.reasons[:-1]:  # the last is why this one was taken
         print(f"note: {reason}", file=sys.stderr)
@@ -79,6 +87,9 @@ def _prompts(given: list[str]) -> list[str]:
         texts += sys.stdin.read().splitlines() if text == "-" else [text]
     if not texts:
         raise UserError(Problem("--prompt -: standard input has no lines", "one prompt a line"))
+    for text in texts:
+        if any("\ud800" <= character <= "\udfff" for character in text):  # bytes that were no text
+            raise UserError(Problem(f"--prompt {text!r} is not UTF-8 text", "text in UTF-8"))
     return texts
 
 

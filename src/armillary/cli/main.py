@@ -9,6 +9,7 @@ module imports what is heavy, torch above all, inside `run`.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -73,6 +74,7 @@ exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with its state saved
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
+    _print_any_text()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except ArmillaryError as error:
@@ -92,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         _report_unexpected(error)
         return EXIT_FAILED
+
+
+def _print_any_text() -> None:
+    """Has standard output escape what its encoding lacks, as standard error does anyway."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(argv: list[str]) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.foundation.errors import EXIT_FINISHED, ArmillaryError, Problem, UserError
-
-_DEFAULT_FOLDER = "runs"
+from armillary.foundation.run_folder import RUNS_FOLDER, named_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = commands.add_parser("list", help="one line a run")
     listing.add_argument(
-        "folder", nargs="?", default=_DEFAULT_FOLDER, help="holds run folders (default: runs)"
+        "folder", nargs="?", default=RUNS_FOLDER, help="holds run folders (default: runs)"
     )
     listing.add_argument("--json", action="store_true", help="print one JSON document")
     showing = commands.add_parser("show", help="one run in full")
@@ -45,8 +44,7 @@ def _show(folder: Path, *, as_json: bool) -> int:
     from armillary.telemetry.history import is_run_folder
     from armillary.telemetry.summary import details_of, run_page
 
-    if not folder.exists() and (Path(_DEFAULT_FOLDER) / folder).is_dir():
-        folder = Path(_DEFAULT_FOLDER) / folder
+    folder = named_run(folder)
     if not folder.is_dir():
         raise UserError(Problem(f"{folder}: no such folder", fix="armillary runs list"))
     if not is_run_folder(folder):
@@ -66,7 +64,7 @@ def _run_folders(folder: Path) -> list[Path]:
     """`folder` itself when it is a run, else the runs in it."""
     from armillary.telemetry.history import is_run_folder
 
-    if not folder.exists() and folder == Path(_DEFAULT_FOLDER):
+    if not folder.exists() and folder == Path(RUNS_FOLDER):
         return []
     if not folder.is_dir():
         raise UserError(
@@ -79,7 +77,7 @@ def _run_folders(folder: Path) -> list[Path]:
     if is_run_folder(folder):
         return [folder]
     found = sorted(each for each in folder.iterdir() if each.is_dir() and is_run_folder(each))
-    if not found and folder != Path(_DEFAULT_FOLDER):
+    if not found and folder != Path(RUNS_FOLDER):
         raise UserError(
             Problem(
                 f"{folder}: there are no runs in it",

@@ -102,7 +102,9 @@ def _run_and_step(path: Path) -> tuple[Path, int | None]:
     """The run folder, and the step when the path names a checkpoint in it."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise UserError(Problem(f"{path} {what}", "a run folder, or a checkpoint in one"))
+        raise UserError(
+            Problem(f"{path} {what}", "a run folder, or a checkpoint in one", "armillary runs list")
+        )
     path = path.resolve()
     step, run = step_of(path.name), path
     if step is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,14 +82,18 @@ class Decoder(nn.Module):
     def run(
         self, hidden: Tensor, context: DecoderContext, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Hidden `[B, S, D]` through the blocks that are here."""
-        for name, layer in self.layers.items():
+        """Hidden `[B, S, D]` through the main layers that are here."""
+        for name, layer in self.main_layers():
             visible = context.visible[getattr(layer, "window", None)]
             if cache is None:
                 hidden = layer(hidden, context.rope, visible)
             else:
                 hidden = layer(hidden, context.rope, visible, cache.layers[name])
         return hidden
+
+    def main_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """Layers, by name, that lead from tokens to the next one: all of them."""
+        return self.layers.items()
 
     def context(
         self, tokens: Tensor, documents: Documents | None, cache: KeyValueCache | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from armillary.models.decoder import Decoder, DecoderContext
+from armillary.models.decoder import Decoder
 from armillary.models.layers.backends import Visible
 from armillary.models.layers.block import Block
 from armillary.models.layers.cache import KeyValueCache
@@ -97,15 +97,7 @@ class MultiTokenDecoder(Decoder):
         result: Tensor = self.head(torch.cat((self.norm(hidden), further)), output)
         return result
 
-    def run(
-        self, hidden: Tensor, context: DecoderContext, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        """See `Decoder.run`: the blocks of the main model."""
+    def main_layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """See `Decoder.main_layers`: all but the last."""
         *main, _ = self.layers.items()
-        for name, layer in main:
-            visible = context.visible[getattr(layer, "window", None)]
-            if cache is None:
-                hidden = layer(hidden, context.rope, visible)
-            else:
-                hidden = layer(hidden, context.rope, visible, cache.layers[name])
-        return hidden
+        return main

@@ -26,11 +26,6 @@ class Size(NamedTuple):
         return self._asdict()
 
 
-def size_named(family: str, name: str, table: Mapping[str, Size]) -> Size:
-    """See `named`, for the rows of dense families."""
-    return named(family, name, table)
-
-
 def named(family: str, name: str, table: Mapping[str, Row]) -> Row:
     """The row called `name`.
 

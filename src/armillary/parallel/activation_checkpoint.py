@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from armillary.foundation.errors import UserError
+from armillary.models.layers.end_step import layers_that_end_steps
 from armillary.models.layers.recompute import recompute_contexts
 from armillary.parallel.activation_checkpoint_config import ActivationCheckpointConfig
 from armillary.parallel.operators import operators_named
@@ -43,7 +44,7 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
 
 def _counts(block: nn.Module) -> bool:
     """Whether a forward pass leaves something behind that its repetition must not double."""
-    return any(hasattr(module, "end_step") for module in block.modules())
+    return bool(layers_that_end_steps(block.modules()))
 
 
 def _checkpointed(

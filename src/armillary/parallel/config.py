@@ -69,7 +69,7 @@ class Parallel:
     less memory, more traffic. Off keeps them until the backward pass."""
     sync_every_microbatch: bool = True
     """Reduce sharded gradients after every microbatch (a shard of memory) and not only after the
-    last one (whole gradients in memory, less traffic). Copies always wait for the last one."""
+    last one (whole gradients in memory, less traffic). Copies and pipelines always wait for it."""
     device: str = "auto"
     """Kind of device: auto (cuda where there is one, else cpu), cpu or cuda."""
     schedule: str = "1F1B"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,9 +19,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from armillary.foundation.errors import Problem, UserError
+from armillary.models.layers.linear import Linear
 from armillary.parallel.blocks import blocks_of, modules_around_blocks, tied_parameters
-from armillary.parallel.layout import Layouts, View
+from armillary.parallel.layout import Layouts, View, local_tensor
 from armillary.parallel.mesh import Mesh
+from armillary.precision.float8_weights import Float8Gather
+from armillary.precision.products import LowPrecisionProduct
 
 DATA_AXIS: dict[View, str] = {"dense": "fsdp", "expert": "expert_fsdp"}
 """The axis over which parameters of each view are sharded."""
@@ -72,6 +77,41 @@ def shard_over_data(
     prefetch = _Prefetch(blocks_of(part), experts, mesh.parallel.prefetch)
     part.register_forward_pre_hook(prefetch.before_forward)
     part.register_forward_hook(_free_what_no_backward_will)
+
+
+def float8_gather(part: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> Float8Gather | None:
+    """The weights of a sharded part that travel in 8 bits, or None; to `agree` before each use.
+
+    Where shards are of one rank nothing travels, and the products round weights by themselves.
+
+    Raises:
+        UserError: shards are kept on the host, from where they cannot travel so.
+    """
+    modules = [
+        module
+        for module in part.modules()
+        if isinstance(module, Linear)
+        and isinstance(module.product, LowPrecisionProduct)
+        and module.product.float8_all_gather
+    ]
+    if mesh.degree("fsdp") == 1 or not modules:
+        return None
+    if mesh.parallel.cpu_offload:
+        raise UserError(
+            Problem(
+                "parallel.cpu_offload = true and precision.linears.float8_all_gather = true",
+                allowed="one of them",
+                fix="--precision.linears.float8-all-gather false",
+            )
+        )
+
+    def maximum(x: Tensor) -> Tensor:
+        for axis in ("fsdp", "tp"):  # ranks of tp that hold the same weight agree already
+            if (group := mesh.group(axis)) is not None:
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        return x
+
+    return Float8Gather(modules, local=local_tensor, maximum=maximum, dtype=compute_dtype)
 
 
 def set_accumulation(part: nn.Module, mesh: Mesh, *, last: bool) -> None:

@@ -1,14 +1,14 @@
 """The gradient of a step: its norm, one number on every mesh, and its one division.
 
 Every element of every gradient is counted by one rank: of those that hold copies of a part, the
-first. Squares are added in float64 and summed over all ranks at once, whatever the axes. Nothing
-waits for the device.
+first. Squares, or other powers, are added in float64 and summed over all ranks at once, whatever the
+axes. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from armillary.parallel.model import ParallelModel
 
 GROUPS = ("embedding", "attention", "feed_forward", "experts", "router", "norms", "head", "other")
 """Kinds of parameters of which norms can be asked."""
+
+_SAFE_ORDERS = (1.0, 2.0, math.inf)
 
 _PIECE = 1 << 18
 """Elements whose squares are added at a time."""
@@ -50,7 +52,6 @@ def scale_and_clip(
     return norm
 
 
-@torch.no_grad()
 def gradient_norms(model: ParallelModel, order: float = 2.0) -> Tensor:
     """Norms of the gradients by kind of parameter, `[len(GROUPS)]` float64, equal on all ranks.
 
@@ -58,32 +59,17 @@ def gradient_norms(model: ParallelModel, order: float = 2.0) -> Tensor:
 
     Args:
         model: with gradients.
-        order: 2, or math.inf for the largest absolute value.
+        order: p of the p-norm, 1 or more; math.inf for the largest absolute value.
     """
-    assert order in (2.0, math.inf)
-    total = torch.zeros(len(GROUPS), dtype=torch.float64, device=model.mesh.device)
-    counted: dict[str, list[Tensor]] = {}
-    for name, gradient in _counted(model):
-        counted.setdefault(kind_of(name), []).extend(_pieces(gradient))
-    for kind, gradients in counted.items():
-        index = GROUPS.index(kind)
-        for same in _by_device_and_dtype(gradients):
-            norms = torch.stack(torch._foreach_norm(same, order, dtype=torch.float64))
-            if order == math.inf:
-                largest = norms.max().nan_to_num(
-                    nan=math.inf, posinf=math.inf
-                )  # a maximum over ranks drops NaNs
-                total[index] = torch.maximum(total[index], largest.to(total.device))
-            else:
-                total[index] += norms.square().sum().to(total.device)
-    if model.mesh.dense_view is not None:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM)
-    return total if order == math.inf else total.sqrt()
+    places = {name: GROUPS.index(kind_of(name)) for name in model.whole.shapes}
+    return _norms(model, places, len(GROUPS), order)
 
 
 def total_norm(norms: Tensor, order: float = 2.0) -> Tensor:
     """The norm of everything, given the norms of its kinds."""
-    return norms.max() if order == math.inf else norms.square().sum().sqrt()
+    scale = _divisors(norms.max())
+    share: Tensor = torch.linalg.vector_norm(norms / scale, order)
+    return scale * share
 
 
 def kind_of(name: str) -> str:
@@ -97,31 +83,65 @@ def kind_of(name: str) -> str:
     return "other"
 
 
-def norms_by_group(model: ParallelModel) -> dict[str, float]:
+def norms_by_group(model: ParallelModel, order: float = 2.0) -> dict[str, float]:
     """Norms of the gradients by kind of parameter, of those that exist. Waits for the device.
 
     To be called by all ranks together.
     """
     kinds = {kind_of(name) for name in model.whole.shapes}
-    norms = zip(GROUPS, gradient_norms(model).tolist(), strict=True)
+    norms = zip(GROUPS, gradient_norms(model, order).tolist(), strict=True)
     return {kind: norm for kind, norm in norms if kind in kinds}
 
 
-@torch.no_grad()
-def norms_by_name(model: ParallelModel) -> dict[str, float]:
+def norms_by_name(model: ParallelModel, order: float = 2.0) -> dict[str, float]:
     """The norm of every parameter's gradient, of all stages, on every rank. Waits for the device.
 
     To be called by all ranks together. Parameters without a gradient have 0.
     """
     # One sum of a vector: of a large run, tables of names and numbers would be many megabytes.
     places = {name: index for index, name in enumerate(sorted(model.whole.shapes))}
-    squares = torch.zeros(len(places), dtype=torch.float64, device=model.mesh.device)
+    norms = _norms(model, places, len(places), order)
+    return dict(zip(places, norms.tolist(), strict=True))
+
+
+@torch.no_grad()
+def _norms(model: ParallelModel, places: Mapping[str, int], size: int, order: float) -> Tensor:
+    """Norms of the gradients whose names share a place, `[size]` float64, equal on all ranks."""
+    assert order >= 1, order
+    total = torch.zeros(size, dtype=torch.float64, device=model.mesh.device)
+    # Squares of float32 numbers are float64 numbers. Higher powers need not be: they are taken of
+    # shares of the largest element.
+    scales = None
+    if order not in _SAFE_ORDERS:
+        scales = _divisors(_norms(model, places, size, math.inf))
+    counted: dict[int, list[Tensor]] = {}
     for name, gradient in _counted(model):
-        pieces = torch._foreach_norm(_pieces(gradient), dtype=torch.float64)
-        squares[places[name]] = torch.stack(pieces).square().sum()
+        counted.setdefault(places[name], []).extend(_pieces(gradient))
+    for place, gradients in counted.items():
+        for same in _by_device_and_dtype(gradients):
+            if scales is None:
+                norms = torch.stack(torch._foreach_norm(same, order, dtype=torch.float64))
+            else:
+                scale = scales[place].to(same[0].device)
+                shares = (piece.double() / scale for piece in same)  # one at a time
+                norms = torch.stack([torch.linalg.vector_norm(share, order) for share in shares])
+            if order == math.inf:
+                largest = norms.max().nan_to_num(
+                    nan=math.inf, posinf=math.inf
+                )  # a maximum over ranks drops NaNs
+                total[place] = torch.maximum(total[place], largest.to(total.device))
+            else:
+                total[place] += norms.pow(order).sum().to(total.device)
     if model.mesh.dense_view is not None:
-        dist.all_reduce(squares)
-    return dict(zip(places, squares.sqrt().tolist(), strict=True))
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM)
+    if order == math.inf:
+        return total
+    return total.pow(1 / order) if scales is None else scales * total.pow(1 / order)
+
+
+def _divisors(largest: Tensor) -> Tensor:
+    """Of largest absolute values, those by which all others can be divided; else 1."""
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
 def _counted(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:

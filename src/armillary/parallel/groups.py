@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -51,7 +53,9 @@ def _new(grid: Grid, axis: str, members: tuple[int, ...], world: ProcessGroup) -
     own: ProcessGroup | None = None
     if getattr(world, "bound_device_id", None) is not None:  # NCCL splits all of them at once
         parts = [list(group) for group in grid.groups(axis)]
-        own = dist.split_group(split_ranks=parts, timeout=timeout, group_desc=description)
+        own = dist.split_group(
+            split_ranks=parts, timeout=timeout, group_desc=description, **_of_devices_only()
+        )
     elif len(members) == 1:  # nobody else has to know
         own = dist.new_group(
             list(members), timeout, use_local_synchronization=True, group_desc="mesh_alone"
@@ -62,3 +66,13 @@ def _new(grid: Grid, axis: str, members: tuple[int, ...], world: ProcessGroup) -
             own = group if ranks == members else own
     assert own is not None, "every rank is in one group of each axis"
     return own
+
+
+def _of_devices_only() -> dict[str, Any]:
+    """An argument by which a split takes NCCL along and leaves gloo: axes carry nothing of hosts.
+
+    Every gloo group has a connection to each of its ranks. What hosts agree on has the default
+    group, or one of its own (`checkpoint.ranks`). Older torch splits all or nothing.
+    """
+    known = "backend" in inspect.signature(dist.split_group).parameters
+    return {"backend": "cuda:nccl"} if known else {}

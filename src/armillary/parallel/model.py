@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -13,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.models.layers.end_step import end_step, layers_that_end_steps
 from armillary.models.layers.initializer import Initializer
-from armillary.models.layers.moe import MoE, end_step_of
 from armillary.parallel.collectives import all_gather, group_name
 from armillary.parallel.context.batches import shard_batch
 from armillary.parallel.layout import (
@@ -25,6 +26,7 @@ from armillary.parallel.layout import (
     whole_view,
 )
 from armillary.parallel.mesh import Mesh
+from armillary.parallel.tensor.region import whole_rows
 from armillary.precision.low_precision import Report
 
 if TYPE_CHECKING:
@@ -74,17 +76,18 @@ class WholeModel:
     """How each parameter and persistent buffer starts, by canonical name."""
     max_seq_len: int
     """Longest row it is meant for, in tokens."""
-    has_experts: bool
-    """Whether any of its layers is a mixture of experts."""
+    statistics: tuple[str, ...] = ()
+    """Names of what its layers may report of a step."""
 
     @classmethod
     def of(cls, model: nn.Module) -> WholeModel:
         """Of a model before any pass."""
+        ending = layers_that_end_steps(model.modules())
         return cls(
             shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
             initializers=declared_initializers(model),
             max_seq_len=getattr(model, "max_seq_len", 0),
-            has_experts=any(isinstance(module, MoE) for module in model.modules()),
+            statistics=tuple(dict.fromkeys(name for e in ending for name in e.statistics)),
         )
 
 
@@ -99,6 +102,7 @@ class ParallelModel:
         mesh: the ranks.
         whole: of the model that the parts are of.
         executor: how batches go through the parts.
+        before_use: run before weights are used, which may have changed since the last time.
         gradient_hooks: run after the backward passes of a step, before other sums over ranks.
         counted_elsewhere: names of parameters here that another rank counts for this one as well.
         conversions: of each part, which layers compute in low precision, and why others do not.
@@ -112,6 +116,7 @@ class ParallelModel:
         mesh: Mesh,
         whole: WholeModel,
         executor: Executor,
+        before_use: Sequence[Callable[[], None]] = (),
         gradient_hooks: Sequence[Callable[[], None]] = (),
         counted_elsewhere: Collection[str] = (),
         conversions: Sequence[Report] = (),
@@ -122,8 +127,10 @@ class ParallelModel:
         self.whole = whole
         self.conversions = tuple(conversions)
         self._executor = executor
+        self._before_use = tuple(before_use)
         self._gradient_hooks = tuple(gradient_hooks)
         self._counted_elsewhere = frozenset(counted_elsewhere)
+        self._ending_steps = layers_that_end_steps(self.modules())
 
     def forward_backward(self, task: TaskConfig, microbatches: Sequence[Batch]) -> Tensor:
         """Adds the gradient of the loss, summed over all microbatches of all ranks, to each `grad`.
@@ -138,6 +145,7 @@ class ParallelModel:
             [] float64, this rank's share of the sum of the loss; shares add up over `LOSS_AXES`.
         """
         own = [shard_batch(batch, self.mesh) for batch in microbatches]
+        self._prepare()
         loss = self._executor.forward_backward(task, own)
         for hook in self._gradient_hooks:
             hook()
@@ -147,6 +155,7 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, task: TaskConfig, batch: Batch) -> Tensor:
         """This rank's share of the loss of a batch of whole rows, without gradients."""
+        self._prepare()
         return self._executor.evaluate(task, shard_batch(batch, self.mesh))
 
     def __call__(
@@ -157,8 +166,14 @@ class ParallelModel:
         cache: KeyValueCache | None = None,
         output: Output | None = None,
     ) -> Tensor:
-        """`Decoder.forward`, without gradients; every rank gets the result for the same tokens."""
-        return self._executor(tokens, documents, cache=cache, output=output)
+        """`Decoder.forward`, without gradients; every rank gets the result for the same tokens.
+
+        An `output` of one's own is given hidden states of whole rows, on every rank that has the
+        head.
+        """
+        self._prepare()
+        with torch.no_grad(), whole_rows():
+            return self._executor(tokens, documents, cache=cache, output=output)
 
     def agreed(self, numbers: list[int]) -> list[int]:
         """Rank 0's numbers, on every rank.
@@ -176,21 +191,21 @@ class ParallelModel:
     def end_step(self) -> dict[str, float]:
         """After each optimizer step: what layers do once a step, and what they report of it.
 
-        Figures are the largest over layers, the same on every rank.
+        Figures are the largest over layers, the same on every rank. Waits for the device once,
+        where there is something to report.
         """
-        if not self.whole.has_experts:
-            return {}
 
         def total(tensor: Tensor) -> Tensor:
-            return self.mesh.sum_over(tensor, TOKEN_AXES)
+            return self.mesh.sum_over(tensor.to(self.mesh.device), TOKEN_AXES)
 
-        found = [end_step_of(part, total) for part in self.parts]
+        names = self.whole.statistics
+        largest = end_step(self._ending_steps, total, names, self.mesh.device)
+        if not names:
+            return {}
         if (group := self.mesh.group("pp")) is not None:
-            stages: list[list[dict[str, float]]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(stages, found, group=group)
-            found = [figures for stage in stages for figures in stage]
-        names = dict.fromkeys(name for figures in found for name in figures)
-        return {name: max(f[name] for f in found if name in f) for name in names}
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        values = zip(names, largest.tolist(), strict=True)
+        return {name: value for name, value in values if value != -math.inf}
 
     # What a rank holds, as a module shows it.
 
@@ -299,6 +314,10 @@ class ParallelModel:
             if dim > 0 or not stacked:
                 whole = whole.narrow(dim, start, end - start)
         return whole
+
+    def _prepare(self) -> None:
+        for hook in self._before_use:
+            hook()
 
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:

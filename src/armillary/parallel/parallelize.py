@@ -11,7 +11,7 @@ from armillary.parallel.collectives import group_name, maximum
 from armillary.parallel.compile import compile_blocks
 from armillary.parallel.config import Scale
 from armillary.parallel.context.context_parallel import split_context
-from armillary.parallel.data_sharding import shard_over_data
+from armillary.parallel.data_sharding import float8_gather, shard_over_data
 from armillary.parallel.execution import InTurn
 from armillary.parallel.experts.expert_parallel import split_experts
 from armillary.parallel.layout import Layouts
@@ -45,6 +45,7 @@ def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> ParallelModel:
     set_compute_dtype(model, dtype)
     parts = split_pipeline(model, mesh, layouts)
     conversions = []
+    gathers = []
     for part in parts:
         split_experts(part, mesh, layouts)
         split_tensors(part, mesh, layouts)
@@ -53,6 +54,7 @@ def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> ParallelModel:
         checkpoint_activations(part, scale.activation_checkpoint)
         compile_blocks(part, scale.compile, memory_budget=scale.activation_checkpoint.memory_budget)
         shard_over_data(part, mesh, layouts, dtype)
+        gathers.append(float8_gather(part, mesh, dtype))
     hook = tied_gradient_hook(parts, mesh)
     return ParallelModel(
         parts,
@@ -60,6 +62,7 @@ def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> ParallelModel:
         mesh=mesh,
         whole=whole,
         executor=_executor(parts, mesh),
+        before_use=[each.agree for each in gathers if each is not None],
         gradient_hooks=[] if hook is None else [hook],
         counted_elsewhere=counted_elsewhere(parts, mesh),
         conversions=conversions,

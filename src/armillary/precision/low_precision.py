@@ -109,7 +109,9 @@ def convert_linears(
         # One object for all that are alike, so that equal blocks share one compilation.
         module.product = products.setdefault(
             split,
-            LowPrecisionProduct(config.recipe, bool(report.emulated), split, maximum),
+            LowPrecisionProduct(
+                config.recipe, bool(report.emulated), split, maximum, config.float8_all_gather
+            ),
         )
     return report
 

@@ -57,6 +57,9 @@ class LowPrecision(LowPrecisionConfig):
     emulate: Emulate = "auto"
     """Multiply rounded operands in float32: always, never, or (auto) where the device has no units
     for the format. The same numbers, not the speed."""
+    float8_all_gather: bool = False
+    """Whether data sharding gathers the weights of Linears in 8 bits: half the traffic of bfloat16,
+    the same numbers. For float8-tensorwise only."""
 
     def is_small(self, outputs: int, inputs: int) -> bool:
         """Whether rounding costs about what the faster product saves, on an H100.
@@ -68,15 +71,25 @@ class LowPrecision(LowPrecisionConfig):
 
     def problems(self) -> list[Problem]:
         """See `LowPrecisionConfig.problems`."""
-        if self.only and all((*self.only, *self.skip)):
-            return []
-        return [
-            Problem(
-                f"precision.linears.only = {list(self.only)}, skip = {list(self.skip)}",
-                allowed="patterns of one character or more; at least one in `only`",
-                fix="--precision.linears none",
+        found = []
+        if not self.only or not all((*self.only, *self.skip)):
+            found.append(
+                Problem(
+                    f"precision.linears.only = {list(self.only)}, skip = {list(self.skip)}",
+                    allowed="patterns of one character or more; at least one in `only`",
+                    fix="--precision.linears none",
+                )
             )
-        ]
+        if self.float8_all_gather and self.recipe != Float8Tensorwise.recipe:
+            found.append(
+                Problem(
+                    "precision.linears.float8_all_gather = true, and the products of "
+                    f"{self.recipe} round a weight in more than one way",
+                    allowed=f"false; true with {Float8Tensorwise.recipe}",
+                    fix="--precision.linears.float8-all-gather false",
+                )
+            )
+        return found
 
 
 @component("float8-tensorwise")

@@ -24,6 +24,7 @@ from armillary.kernels.float8 import (
     transposed,
 )
 from armillary.kernels.mx import mx_product, round_to_mx
+from armillary.precision.float8_weights import Float8Weight
 
 Maximum = Callable[[Tensor], Tensor]
 """The largest of each element over the ranks that hold parts of a matrix; called by all of them."""
@@ -42,6 +43,8 @@ class LowPrecisionProduct:
     """What the ranks of `maximum` divide between them: "outputs", "inputs" or nothing."""
     maximum: Maximum | None = None
     """See `Maximum`; None: no ranks."""
+    float8_all_gather: bool = False
+    """Whether data sharding, where there is any, gathers the weight as a `Float8Weight`."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """x `[..., I]` by weight `[O, I]` -> `[..., O]`."""
@@ -72,21 +75,29 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: LowPrecisionProduct) -> Tensor:
-        maxima = how.over_ranks(largest(x), largest(weight), when=("outputs", "inputs"))
-        ctx.save_for_backward(x, weight, *maxima)
         ctx.how = how
-        a, w = round_to_float8(x, maxima[0]), round_to_float8(weight, maxima[1])
-        return how.multiply(a, w, x.dtype, fast=True)
+        ctx.is_rounded = isinstance(weight, Float8Weight)
+        if isinstance(weight, Float8Weight):
+            (maximum,) = how.over_ranks(largest(x), when=("outputs", "inputs"))
+            w = weight.scaled()
+            ctx.save_for_backward(x, w.values, maximum, w.scale)
+        else:
+            found = largest(x), largest(weight)
+            maximum, weight_maximum = how.over_ranks(*found, when=("outputs", "inputs"))
+            w = round_to_float8(weight, weight_maximum)
+            ctx.save_for_backward(x, weight, maximum, weight_maximum)
+        return how.multiply(round_to_float8(x, maximum), w, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, weight, x_maximum, weight_maximum = ctx.saved_tensors
+        x, weight, x_maximum, of_weight = ctx.saved_tensors
         how: LowPrecisionProduct = ctx.how
         (maximum,) = how.over_ranks(largest(grad), when=("outputs", "inputs"))
         g = round_to_float8(grad, maximum, E5M2)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            w = round_to_float8(weight, weight_maximum)
+            is_rounded: bool = ctx.is_rounded
+            w = Scaled(weight, of_weight) if is_rounded else round_to_float8(weight, of_weight)
             grad_x = how.multiply(g, transposed(w), x.dtype)
         if ctx.needs_input_grad[1]:
             a = round_to_float8(x, x_maximum)

@@ -40,6 +40,8 @@ def coerce(value: object, annotation: Any, *, text: bool) -> Any:
     Raises:
         Mismatch: it stands for none.
     """
+    if text and any("\ud800" <= character <= "\udfff" for character in str(value)):
+        raise Mismatch("text in UTF-8")  # a command line's bytes that are none come as surrogates
     kinds = members(annotation)
     if is_optional(annotation):
         if value is None or (isinstance(value, str) and value.strip().lower() == NONE_WORD):

@@ -13,7 +13,7 @@ from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
 _OWN = ("max_gradient_norm", "budget.", "validation.", "sampling.")
-_MAY_BE_INFINITE = ("max_gradient_norm",)
+_MAY_BE_INFINITE = ("max_gradient_norm", "gradient_norm_order")
 _POSITIVE = (
     "budget.steps",
     "budget.tokens",
@@ -65,6 +65,12 @@ def _ranges(recipe: Recipe) -> Iterator[Problem]:
     if not 0 <= recipe.seed <= _LARGEST_SEED:
         yield Problem(f"seed = {recipe.seed} is out of range", "0 to 2^63 - 1", "--seed 0")
     defaults = {leaf.name: leaf.value for leaf in leaves(Recipe())}
+    if not recipe.gradient_norm_order >= 1:  # nor is NaN
+        yield Problem(
+            f"gradient_norm_order = {recipe.gradient_norm_order} is out of range",
+            "1 or more, or inf",
+            f"--gradient-norm-order {defaults['gradient_norm_order']}",
+        )
     for leaf in leaves(recipe):
         if not leaf.name.startswith(_OWN) or isinstance(leaf.value, bool | str | tuple):
             continue

@@ -9,8 +9,9 @@ from typing import Any
 
 from armillary.foundation.errors import Problem
 from armillary.parallel.arrangement import closest, divisors, listed, option
-from armillary.parallel.config import Parallel
+from armillary.parallel.config import Parallel, Scale
 from armillary.parallel.grid import DENSE_AXES
+from armillary.parallel.pipeline.rules import split_backward_problems
 from armillary.parallel.schedules import SCHEDULES, read_table
 from armillary.recipe.recipe import Recipe
 
@@ -42,6 +43,7 @@ def mesh_problems(recipe: Recipe, world_size: int) -> list[Problem]:
         )
     found += _stage_layers(recipe, parallel)
     found += _attention(recipe, parallel)
+    found += _split_backward(recipe, parallel)
     return found
 
 
@@ -196,6 +198,18 @@ def _attention(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
             allowed="model.attention = auto, or parallel.context = ulysses",
             fix="--model.attention auto",
         )
+
+
+def _split_backward(recipe: Recipe, parallel: Parallel) -> list[Problem]:
+    """What is computed at one moment, where the schedule wants it at two."""
+    scale = Scale(
+        parallel=parallel,
+        activation_checkpoint=recipe.activation_checkpoint,
+        compile=recipe.compile,
+    )
+    return split_backward_problems(
+        scale, max(recipe.model.divisors().get("pp", {}).values(), default=1)
+    )
 
 
 def _takes(parallel: Parallel, microbatches: int) -> bool:

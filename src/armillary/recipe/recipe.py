@@ -55,6 +55,8 @@ class Recipe:
     """How the learning rate moves over the run."""
     max_gradient_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it; inf: never."""
+    gradient_norm_order: float = 2.0
+    """Of the p-norm that is reported and clipped by; 1 or more, or inf."""
     parallel: Parallel = field(default_factory=Parallel)
     """How the ranks are arranged."""
     precision: Precision = field(default_factory=Precision)

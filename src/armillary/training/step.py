@@ -13,8 +13,8 @@ from armillary.resilience.guard import require_finite
 from armillary.telemetry.timing import StepTimer
 from armillary.training.assembly import Assembly
 
-_REPORTED: dict[str, Callable[[ParallelModel], dict[str, float]]] = {
-    "none": lambda model: {},
+_REPORTED: dict[str, Callable[[ParallelModel, float], dict[str, float]]] = {
+    "none": lambda model, order: {},
     "groups": norms_by_group,
     "parameters": norms_by_name,
 }
@@ -28,7 +28,7 @@ class StepResult:
     loss: float
     """Nats per valid token over the whole global step."""
     gradient_norm: float
-    """Global 2-norm before clipping."""
+    """Global norm before clipping, of the order that the recipe asks for."""
     gradient_norms: dict[str, float]
     """The same by group or name of parameters, where the recipe asks for it."""
     learning_rate: float
@@ -60,12 +60,14 @@ def optimizer_step(
     Raises:
         RunError: the loss or the gradient norm is not finite; parameters and optimizer untouched.
     """
-    model, mesh, optimizers = assembly.model, assembly.mesh, assembly.optimizers
+    recipe, model, mesh = assembly.recipe, assembly.model, assembly.mesh
+    optimizers = assembly.optimizers
     task, weight = assembly.task.within(weights), weights[0]
     with timer.phase("forward_backward"):
         loss = mesh.sum_over(model.forward_backward(task, microbatches), LOSS_AXES)
-        norms = _REPORTED[assembly.recipe.telemetry.gradient_norms](model)
-        norm = scale_and_clip(model, weight, assembly.recipe.max_gradient_norm)
+        order = recipe.gradient_norm_order
+        norms = _REPORTED[recipe.telemetry.gradient_norms](model, order)
+        norm = scale_and_clip(model, weight, recipe.max_gradient_norm, order)
         with seen_by_every_rank():
             values = require_finite(
                 loss / weight,

@@ -81,27 +81,26 @@ def train(
         stop = stop or stack.enter_context(StopRequest())
         if process.init_process_group(device):
             stack.callback(process.destroy)
-        ranks = stack.enter_context(closing(Ranks()))
-
-        def claim() -> None:  # rank 0 holds the folder for all
-            stack.enter_context(claim_run(folder))
-
-        ranks.on_main(claim)
-        mesh = Mesh.create(recipe.parallel, device)
-        agreed = AgreedStop(stop, ranks)
         roll_call = stack.enter_context(
             RollCall(process.store(), rank=process.rank(), world_size=process.world_size())
         )
-        run = _Run(
-            recipe,
-            name=name,
-            folder=folder,
-            resume=resume,
-            mesh=mesh,
-            stop=agreed,
-            roll_call=roll_call,
-        )
-        return run.run()
+        with roll_call.naming_the_lost():
+            ranks = stack.enter_context(closing(Ranks()))
+
+            def claim() -> None:  # rank 0 holds the folder for all
+                stack.enter_context(claim_run(folder))
+
+            ranks.on_main(claim)
+            run = _Run(
+                recipe,
+                name=name,
+                folder=folder,
+                resume=resume,
+                mesh=Mesh.create(recipe.parallel, device),
+                stop=AgreedStop(stop, ranks),
+                roll_call=roll_call,
+            )
+            return run.run()
 
 
 class _Run:
@@ -139,7 +138,8 @@ class _Run:
         )
         with closing(console), store:
             try:
-                with seen_by_every_rank():
+                # Named here already, so that the log names them; each rank sees it by itself.
+                with self._roll_call.naming_the_lost(), seen_by_every_rank():
                     assembly, beginning = self._prepare(store, console)
             except (UserError, Stopped):
                 raise
@@ -153,7 +153,8 @@ class _Run:
                 return EXIT_FINISHED
             with self._logging(console) as log:
                 try:
-                    with store:  # what it has to tell comes before the end
+                    # What the store has to tell comes before the end.
+                    with store, self._roll_call.naming_the_lost():
                         session = Session(
                             assembly,
                             beginning,
@@ -163,8 +164,7 @@ class _Run:
                             store=store,
                             stop=self._stop,
                         )
-                        with self._roll_call.naming_the_lost():
-                            ending = self._train(session, log, console)
+                        ending = self._train(session, log, console)
                 except Stopped as stopped:
                     self._end(str(stopped), stopped.exit_code)
                     return stopped.exit_code

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from armillary.models.layers.balance import Total, end_step
+from armillary.models.layers.balance import STATISTICS, move_bias, statistics
 from armillary.models.layers.dispatch import Routing, dispatch_locally
 from armillary.models.layers.experts import Experts
 from armillary.models.layers.mlp import SwiGLU
 from armillary.models.layers.recompute import recomputing
 from armillary.models.layers.router import Router
 
-__all__ = ["Dispatch", "MoE", "Routing", "end_step_of"]
+__all__ = ["Dispatch", "MoE", "Routing"]
 
 Dispatch = Callable[[Tensor, Routing, Experts], Tensor]
 """(x `[T, D]`, routing, experts) -> `[T, D]`, the weighted sum of each token's experts."""
@@ -26,6 +26,8 @@ class MoE(nn.Module):
     Expert parallelism replaces `dispatch` and `sequence_sum` on the instance; nothing else here
     depends on where experts are.
     """
+
+    statistics = STATISTICS
 
     def __init__(self, *, router: Router, experts: Experts, shared: SwiGLU | None = None) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class MoE(nn.Module):
         y = self.dispatch(x.flatten(0, 1), routing, self.experts).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
-    def take_load(self) -> Tensor:
+    def take_counts(self) -> Tensor:
         """Slots of each expert, `[E]` int64, since this was last asked; starts again from 0."""
         load, self._load = self._load, None
         if load is None:
@@ -54,11 +56,9 @@ class MoE(nn.Module):
             load = torch.zeros(router.n_experts, dtype=torch.int64, device=router.weight.device)
         return load
 
-    def end_step(self, total: Total) -> dict[str, float]:
-        """See `balance.end_step`, for this layer alone."""
-        return end_step([self], total)
-
-
-def end_step_of(model: nn.Module, total: Total) -> dict[str, float]:
-    """`balance.end_step` for every mixture of experts in a model; {} if there is none."""
-    return end_step([module for module in model.modules() if isinstance(module, MoE)], total)
+    def end_step(self, counts: Tensor) -> dict[str, Tensor]:
+        """Moves the selection bias by the loads of the step that is over, and reports the loads."""
+        bias = self.router.expert_bias
+        if bias is not None:
+            move_bias(bias, counts, self.router.config.balance_rate)
+        return statistics(counts, bias)

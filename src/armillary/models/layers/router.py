@@ -14,7 +14,7 @@ from armillary.models.layers.initializer import ZEROS, Initializer, truncated_no
 from armillary.models.routing import RouterConfig
 
 _TINY = 1e-20
-"""Keeps the sum of the chosen scores from being 0; changes no sum that fp32 can hold."""
+"""Keeps the sum of the chosen scores from being 0; changes no sum above 1e-12 in fp32."""
 
 
 class Router(nn.Module):

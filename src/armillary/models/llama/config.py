@@ -8,7 +8,7 @@ from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError
 from armillary.models.dense import DenseDecoder
 from armillary.models.rope_scaling import Llama31RopeScaling
-from armillary.models.sizes import Size, size_named
+from armillary.models.sizes import Size, named
 
 
 @component("llama")
@@ -55,7 +55,7 @@ def llama3(size: str, *, release: str | None = None) -> Llama:
     Raises:
         UserError: no such size, or not in this release.
     """
-    row = size_named("llama3", size, LLAMA_SIZES)
+    row = named("llama3", size, LLAMA_SIZES)
     having = [name for name, sizes in LLAMA_RELEASES.items() if size in sizes]
     if release is not None and release not in having:
         message = f"llama3 has no size {size!r} in release {release!r}"

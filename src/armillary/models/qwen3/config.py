@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from armillary.foundation.component import component
 from armillary.models.dense import DenseDecoder
-from armillary.models.sizes import Size, size_named
+from armillary.models.sizes import Size, named
 
 
 @component("qwen3")
@@ -49,5 +49,5 @@ def qwen3(size: str) -> Qwen3:
     Raises:
         UserError: no such size.
     """
-    row = size_named("qwen3", size, QWEN3_SIZES)
+    row = named("qwen3", size, QWEN3_SIZES)
     return Qwen3(**row.fields(), vocab_size=_DEBUG_VOCAB_SIZE if size == "debug" else _VOCAB_SIZE)

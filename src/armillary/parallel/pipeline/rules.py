@@ -23,25 +23,25 @@ def splits_backward(parallel: Parallel) -> bool:
     return parallel.schedule in SPLITTING
 
 
-def split_backward_problems(
-    scale: Scale, n_layers: int, *, has_experts: bool = False
-) -> list[Problem]:
+def split_backward_problems(scale: Scale, n_layers: int) -> list[Problem]:
     """Passes that do not go with a schedule which splits the backward pass.
+
+    Mixtures of experts do, and so do recomputed blocks: each half recomputes them.
 
     Args:
         scale: with an arrangement that is resolved and without problems.
         n_layers: of the model.
-        has_experts: whether any layer is a mixture of experts.
     """
     if not splits_backward(scale.parallel):
         return []
     why = f"parallel.schedule = {scale.parallel.schedule} splits the backward pass"
     found = []
     if scale.compile.enabled:
-        # A compiled block computes both halves at once, so each half would cost the whole.
+        # A compiled block computes both halves at once, so each half would cost the whole; and
+        # torch frees what it thinks is needed once ("compiled with non-empty donated buffers").
         found.append(
             Problem(
-                f"{why}, which torch does not support with compile.enabled = true",
+                f"{why}, which compile.enabled = true computes as one",
                 allowed="compile.enabled = false, or a schedule that does not split it",
                 fix="--parallel.schedule Interleaved1F1B",
             )
@@ -52,14 +52,6 @@ def split_backward_problems(
                 f"{why}, and activations that are kept by operator are gone after its first half",
                 allowed="activation_checkpoint none, full, every-k or offload, or another schedule",
                 fix="--activation-checkpoint full",
-            )
-        )
-    if has_experts:
-        found.append(
-            Problem(
-                f"{why}, which fails in torch for mixtures of experts",
-                allowed="a schedule that does not split it",
-                fix="--parallel.schedule Interleaved1F1B",
             )
         )
     return found

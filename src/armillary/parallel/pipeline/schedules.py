@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -100,7 +101,7 @@ def _stage(part: nn.Module, mesh: Mesh, rows: int, length: int) -> PipelineStage
     shape = (rows, length, stage.width)
     hidden = torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
     loss = torch.zeros((), device="meta", requires_grad=True)
-    return PipelineStage(
+    return _Stage(
         part,
         stage.index,
         len(stage.ranks),
@@ -109,6 +110,33 @@ def _stage(part: nn.Module, mesh: Mesh, rows: int, length: int) -> PipelineStage
         output_args=(loss if stage.is_last else hidden,),
         group=mesh.group("pp"),
     )
+
+
+class _Stage(PipelineStage):
+    """A stage whose gradients add up in float32 over microbatches, however they are computed.
+
+    Data sharding moves the gradient of each backward pass, which has the format of computation,
+    to a sum in float32. A pass for weights alone has none of the hooks that make it do so: without
+    this, gradients of the weight passes that follow each other would add up in bfloat16.
+    """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See the base class."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        for unit in self.submod.modules():
+            if isinstance(unit, FSDPModule):
+                for parameter in sharded_parameters(unit):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
+def sharded_parameters(unit: FSDPModule) -> list[Any]:
+    """What data sharding knows of each parameter of one unit; private to torch."""
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)  # one, and another name, in torch 2.11
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

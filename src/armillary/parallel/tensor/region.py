@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from torch import Tensor, nn
 
 from armillary.kernels import swiglu
@@ -11,13 +15,28 @@ from armillary.parallel.collectives import all_gather, all_reduce, reduce_scatte
 SEQUENCE = -2
 """The dim of activations `[..., S, D]` that is cut over ranks between regions."""
 
+_whole_rows = ContextVar("whole_rows", default=False)
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """In forward passes inside, which all ranks make, each rank of tp holds all tokens of a row.
+
+    For those who look at hidden states by their place in the row.
+    """
+    token = _whole_rows.set(True)
+    try:
+        yield
+    finally:
+        _whole_rows.reset(token)
+
 
 class TensorRanks:
     """The ranks that share matrices, and whether they share out the tokens in this forward pass.
 
     Between regions each rank holds its own share of the sequence (Korthikanti et al. 2022, arXiv
-    2205.05198, section 4.2.2). Generation, token by token, cannot cut it: there every rank holds
-    all tokens, and no gradients are computed.
+    2205.05198, section 4.2.2). Generation, token by token, cannot cut it: there, and in all that is
+    asked for `whole_rows`, every rank holds all tokens, and no gradients are computed.
     """
 
     def __init__(self, group: str | None, size: int, rank: int) -> None:
@@ -29,7 +48,8 @@ class TensorRanks:
     def begin(self, length: int, *, cached: bool, training: bool) -> None:
         """A forward pass over so many tokens a row begins; all ranks decide alike."""
         assert self.group is not None, "on an imagined mesh nothing is computed"
-        self.sequence_split = not cached and length % self.size == 0
+        whole = cached or _whole_rows.get()
+        self.sequence_split = not whole and length % self.size == 0
         assert self.sequence_split or not training, (
             f"{length} tokens a row in training, which {self.size} ranks do not divide"
         )
