@@ -98,6 +98,9 @@ def _two() -> dict[str, Case]:
         "fsdp2-offloaded": Case(world=2, leaves=fsdp2 | {"parallel.cpu_offload": "true"}),
         "fsdp2-prefetch-2": Case(world=2, leaves=fsdp2 | {"parallel.prefetch": "2"}),
         "fsdp2-compiled": Case(world=2, leaves=fsdp2 | COMPILED),
+        "fsdp2-compiled-offloaded": Case(
+            world=2, leaves=fsdp2 | COMPILED | CHECKPOINTING["activations-offloaded"]
+        ),
         "fsdp2-inductor": Case(world=2, leaves=fsdp2 | INDUCTOR),
         "tp2-inductor": Case(world=2, leaves=tp2 | INDUCTOR),
         "tp2-compiled-selective": Case(world=2, leaves=tp2 | COMPILED | CHECKPOINTING["selective"]),

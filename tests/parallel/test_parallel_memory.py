@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from armillary.models.decoder import Decoder
 from armillary.models.llama import Llama
 from armillary.parallel import activation_checkpoint
-from armillary.parallel.activation_checkpoint import checkpoint_activations
+from armillary.parallel.activation_checkpoint import (
+    checkpoint_activations,
+    offload_activations,
+)
 from armillary.parallel.activation_checkpoint_config import (
     ActivationCheckpointConfig,
     EveryK,
@@ -34,10 +37,15 @@ def build() -> Decoder:
     return model
 
 
-def gradients(config: ActivationCheckpointConfig) -> tuple[list[Tensor], int]:
+def gradients(
+    config: ActivationCheckpointConfig, *, compiled: bool = False
+) -> tuple[list[Tensor], int]:
     """Of a small decoder, and the bytes that autograd kept of its activations."""
     model = build()
     checkpoint_activations(model, config)
+    if compiled:
+        compile_blocks(model, Compile(enabled=True, backend="aot_eager"))
+    offload_activations(model, config)
     kept = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -59,6 +67,13 @@ def test_gradients_are_bitwise_those_of_keeping_everything(
     expected, _ = gradients(NoCheckpoint())
     found, _ = gradients(config)
     assert len(found) == len(expected) > 20
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_compiled_blocks_may_keep_their_activations_on_the_host() -> None:
+    expected, _ = gradients(NoCheckpoint(), compiled=True)
+    found, _ = gradients(Offload(), compiled=True)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -102,7 +117,7 @@ def test_offloading_moves_activations_and_leaves_weights(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(activation_checkpoint, "_to_host", watched)
     model = build()
-    checkpoint_activations(model, Offload())
+    offload_activations(model, Offload())
     model(torch.arange(96).view(2, 48) % 64).sum().backward()
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     assert moved and not weights & {tensor.data_ptr() for tensor in moved}

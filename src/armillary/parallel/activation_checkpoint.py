@@ -18,6 +18,7 @@ from armillary.foundation.errors import UserError
 from armillary.models.layers.end_step import layers_that_end_steps
 from armillary.models.layers.recompute import recompute_contexts
 from armillary.parallel.activation_checkpoint_config import ActivationCheckpointConfig
+from armillary.parallel.blocks import blocks_of
 from armillary.parallel.operators import operators_named
 from armillary.parallel.selective import keeping_contexts
 
@@ -38,8 +39,16 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
         kept = config.kept(int(name))  # a stage's blocks keep their numbers
         if kept is not None:
             block.forward = _checkpointed(block.forward, kept, counts=_counts(block))
-        if config.offloads:
-            block.forward = _offloaded(block.forward)
+
+
+def offload_activations(model: nn.Module, config: ActivationCheckpointConfig) -> None:
+    """Makes each block keep in host memory what it keeps, if `config` says so.
+
+    In place. After compilation: the hooks that move tensors stand around the compiled block, which
+    could not be one graph with them inside.
+    """
+    for block in blocks_of(model) if config.offloads else []:
+        block.forward = _offloaded(block.forward)
 
 
 def _counts(block: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from armillary.foundation.errors import Problem, UserError
 from armillary.models.layers.linear import Linear
 from armillary.parallel.blocks import blocks_of, modules_around_blocks, tied_parameters
-from armillary.parallel.layout import Layouts, View, local_tensor
+from armillary.parallel.layout import Layouts, View, kept_tensor
 from armillary.parallel.mesh import Mesh
 from armillary.precision.float8_weights import Float8Gather
 from armillary.precision.products import LowPrecisionProduct
@@ -111,7 +111,7 @@ def float8_gather(part: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> Fl
                 dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
         return x
 
-    return Float8Gather(modules, local=local_tensor, maximum=maximum, dtype=compute_dtype)
+    return Float8Gather(modules, local=kept_tensor, maximum=maximum, dtype=compute_dtype)
 
 
 def set_accumulation(part: nn.Module, mesh: Mesh, *, last: bool) -> None:

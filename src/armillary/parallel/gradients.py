@@ -1,8 +1,8 @@
 """The gradient of a step: its norm, one number on every mesh, and its one division.
 
 Every element of every gradient is counted by one rank: of those that hold copies of a part, the
-first. Squares, or other powers, are added in float64 and summed over all ranks at once, whatever the
-axes. Nothing waits for the device.
+first. Squares, or other powers, are added in float64 and summed over all ranks at once, whatever
+the axes. Nothing waits for the device.
 """
 
 from __future__ import annotations

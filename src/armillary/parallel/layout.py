@@ -248,7 +248,7 @@ def whole_view(name: str, tensor: Tensor, layouts: Layouts, mesh: ViewedMesh) ->
         shape=torch.Size(layout.shape),
         stride=torch.empty(layout.shape, device="meta").stride(),
     )
-    # The one private part of torch here; see the test that names the versions.
+    # One of two private parts of torch here; see the test that names the versions.
     return DTensor(local.detach(), described._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -263,6 +263,15 @@ def placements(layout: Layout) -> list[Placement]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def kept_tensor(parameter: nn.Parameter) -> Tensor:
+    """The very tensor in which this rank keeps a sharded parameter, for marks that torch looks for.
+
+    `to_local` gives another one, with the same memory. A private part of torch, as above.
+    """
+    assert isinstance(parameter, DTensor), "a parameter is shown whole, not as its shard"
+    return parameter._local_tensor
 
 
 def _part(indices: Range, place: Place, axis: str) -> Range:

@@ -6,7 +6,10 @@ from functools import partial
 
 from torch import nn
 
-from armillary.parallel.activation_checkpoint import checkpoint_activations
+from armillary.parallel.activation_checkpoint import (
+    checkpoint_activations,
+    offload_activations,
+)
 from armillary.parallel.collectives import group_name, maximum
 from armillary.parallel.compile import compile_blocks
 from armillary.parallel.config import Scale
@@ -53,6 +56,7 @@ def parallelize(model: nn.Module, mesh: Mesh, scale: Scale) -> ParallelModel:
         conversions.append(_convert(part, mesh, scale))
         checkpoint_activations(part, scale.activation_checkpoint)
         compile_blocks(part, scale.compile, memory_budget=scale.activation_checkpoint.memory_budget)
+        offload_activations(part, scale.activation_checkpoint)
         shard_over_data(part, mesh, layouts, dtype)
         gathers.append(float8_gather(part, mesh, dtype))
     hook = tied_gradient_hook(parts, mesh)

@@ -23,9 +23,6 @@ from torch.utils._pytree import tree_map_only
 
 from armillary.kernels.float8 import E4M3, Scaled, largest, numbers, round_to_float8
 
-Local = Callable[[Tensor], Tensor]
-"""What this rank holds of a parameter: the tensor object itself."""
-
 
 class Float8Weight(Tensor):
     """A whole weight in e4m3 with one scale, which passes for one in the format of computation.
@@ -56,7 +53,7 @@ class Float8Weight(Tensor):
         """The numbers in `dtype`, which holds them exactly."""
         return numbers(self.scaled()).to(self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument for itself
         """Without the numbers."""
         return f"Float8Weight({list(self.shape)}, {self.dtype})"
 
@@ -103,7 +100,7 @@ class Float8Gather:
 
     Args:
         modules: whose `weight` does.
-        local: what this rank holds of a parameter.
+        local: the tensor in which this rank keeps its shard of a parameter.
         maximum: the largest of each element over the ranks that hold parts of a weight; called by
             all of them.
         dtype: in which the model computes.
@@ -113,7 +110,7 @@ class Float8Gather:
         self,
         modules: Sequence[nn.Module],
         *,
-        local: Local,
+        local: Callable[[nn.Parameter], Tensor],
         maximum: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
     ) -> None:
@@ -129,7 +126,6 @@ class Float8Gather:
         if not self._modules:
             return
         shards = [self._local(module.get_parameter("weight")) for module in self._modules]
-        assert not any(isinstance(shard, Float8Weight) for shard in shards), "still gathered"
         # Rounding keeps order: the largest of the rounded weight is the rounded largest.
         own = torch.stack([largest(shard) for shard in shards]).to(self._dtype).float()
         for shard, whole in zip(shards, self._maximum(own).unbind(), strict=True):

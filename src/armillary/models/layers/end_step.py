@@ -44,7 +44,7 @@ def layers_that_end_steps(modules: Iterable[nn.Module]) -> list[EndsStep]:
 def end_step(
     layers: Sequence[EndsStep], total: Total, names: Sequence[str], device: torch.device
 ) -> Tensor:
-    """Ends a step in all layers. Every rank calls it after every step, whether or not it saw tokens.
+    """Ends a step in all layers. Every rank calls it after each step, whether it saw tokens or not.
 
     One sum over ranks serves all layers, and nothing waits for the device.
 
