@@ -177,7 +177,7 @@ def test_a_schedule_of_ones_own_is_read(tmp_path: Path) -> None:
     wrong = {
         "3 ranks": (Parallel(pp=3, schedule=str(path)), TABLE, "is for 2 ranks"),
         "stages": (Parallel(pp=2, stages_per_rank=2, schedule=str(path)), TABLE, "has 2 stages"),
-        "cell": (parallel, "0F0\n1X0,what\n", "holds 'what' in line 2"),
+        "cell": (parallel, "0F0\n1F0,what\n", "holds 'what' in line 2, cell 2"),
         "empty": (parallel, "\n\n", "holds no actions"),
         "order": (parallel, "0F1,0F0\n1F0,1F1\n", "out of its order"),
     }

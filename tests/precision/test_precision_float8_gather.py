@@ -8,10 +8,11 @@ import hashlib
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from armillary.checkpoint.state import gather_state, restore_training
 from armillary.checkpoint.store import CheckpointStore
@@ -25,6 +26,7 @@ from armillary.parallel.activation_checkpoint_config import (
     ActivationCheckpointConfig,
     Full,
     NoCheckpoint,
+    Offload,
 )
 from armillary.parallel.compile_config import Compile
 from armillary.parallel.config import Parallel, Scale
@@ -65,17 +67,26 @@ class Case:
     layers: int = 2
 
 
-CASES = {
-    "fsdp 2": Case(parallel=Parallel(dp_replicate=2, dp_shard=2)),
-    "fsdp 2 float32": Case(parallel=Parallel(dp_replicate=2, dp_shard=2), compute="float32"),
-    "tp 2 x fsdp 2": Case(parallel=Parallel(tp=2)),
-    "kept after forward": Case(parallel=Parallel(tp=2, reshard_after_forward=False), steps=2),
-    "accumulation": Case(parallel=Parallel(tp=2), microbatches=3, steps=2),
-    "summed once": Case(parallel=Parallel(sync_every_microbatch=False), microbatches=3, steps=2),
+ON_TWO = {
+    "fsdp 2": Case(),
+    "float32, summed once": Case(
+        parallel=Parallel(sync_every_microbatch=False),
+        compute="float32",
+        microbatches=3,
+        steps=2,
+    ),
     "recomputed": Case(parallel=Parallel(cp=2, prefetch=0), checkpoint=Full(), steps=2),
-    "compiled": Case(parallel=Parallel(), compiled=True, steps=2),
-    "pipeline": Case(parallel=Parallel(pp=2), microbatches=3, steps=2),
-    "split backward": Case(
+    "compiled": Case(compiled=True, steps=2),
+}
+ON_FOUR = {
+    "tp 2 x fsdp 2": Case(parallel=Parallel(tp=2)),
+    "kept after forward, accumulated, activations on the host": Case(
+        parallel=Parallel(dp_replicate=2, reshard_after_forward=False),
+        microbatches=3,
+        checkpoint=Offload(),
+        steps=2,
+    ),
+    "pipeline, backward in two halves": Case(
         parallel=Parallel(pp=2, schedule="ZBVZeroBubble"), microbatches=6, steps=2, layers=4
     ),
 }
@@ -151,6 +162,8 @@ class Found:
     digest: str
     gathered: int
     """Bytes that this rank sent in all-gathers over `fsdp`, in the second step."""
+    weights: int
+    """Numbers of the matrices in blocks, of which this rank holds a shard."""
 
 
 def train(case: Case, linears: Float8Tensorwise) -> Found:
@@ -163,12 +176,17 @@ def train(case: Case, linears: Float8Tensorwise) -> Found:
     evaluated = run.model.evaluate(NextToken(), run.batches()[0])
     losses.append(run.step())  # the evaluation left nothing behind
     gathered = ledger.entries().get(("fsdp", "all-gather"), Traffic()).sent_bytes
-    return Found(losses, float(evaluated), run.digest(), gathered)
+    weights = sum(
+        local_tensor(parameter).numel()
+        for name, parameter in run.model.named_parameters()
+        if name.startswith("layers.") and parameter.dim() == 2
+    )
+    return Found(losses, float(evaluated), run.digest(), gathered, weights)
 
 
-def both(names: list[str]) -> dict[str, tuple[Found, Found]]:
+def both(cases: dict[str, Case]) -> dict[str, tuple[Found, Found]]:
     """Each case without and with."""
-    return {name: (train(CASES[name], WITHOUT), train(CASES[name], WITH)) for name in names}
+    return {name: (train(case, WITHOUT), train(case, WITH)) for name, case in cases.items()}
 
 
 def kept(folder: Path) -> tuple[list[str], list[float]]:
@@ -195,12 +213,14 @@ def seams() -> None:
     run = Run(Case(), WITH)
     block = run.model.parts[0].get_submodule("layers.0")
     query = block.get_submodule("attention.query")
-    seen: list[nn.Parameter] = []
+    seen: list[Tensor] = []
     handle = query.register_forward_pre_hook(
         lambda module, args: seen.append(module.get_parameter("weight"))
     )
-    run.step()
-    run.model.evaluate(NextToken(), run.batches()[0])
+    unused = AssertionError("the product takes 8 bits as they are")
+    with mock.patch.object(Float8Weight, "numbers", side_effect=unused):
+        run.step()
+        run.model.evaluate(NextToken(), run.batches()[0])
     handle.remove()
     assert seen[0] is seen[1], "one object, written to again"
     assert isinstance(seen[0], Float8Weight)
@@ -209,23 +229,35 @@ def seams() -> None:
     with torch.no_grad():
         assert hasattr(kept_tensor(parameter), "fsdp_pre_all_gather")
     assert not hasattr(local_tensor(parameter.detach()), "fsdp_pre_all_gather")
+    with torch.no_grad():
+        kept_tensor(parameter)[0, :1] = torch.nan if run.model.mesh.is_main else 1.0
+        seen.clear()
+        query.register_forward_hook(lambda module, args, y: seen.append(y))
+        run.model.evaluate(NextToken(), run.batches()[0])
+    assert seen[0].isnan().all(), "on both ranks, and all numbers that share the scale"
     norm = block.get_parameter("attention_norm.weight")
     assert not hasattr(kept_tensor(norm), "fsdp_pre_all_gather")
 
 
-def test_numbers_are_those_of_weights_gathered_whole_and_bytes_are_fewer() -> None:
-    for found in run_ranks(both, 4, list(CASES)):
+@pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
+def test_numbers_are_those_of_weights_gathered_whole_and_bytes_are_fewer(
+    cases: dict[str, Case],
+) -> None:
+    for found in run_ranks(both, 2 if cases is ON_TWO else 4, cases):
         for name, (without, with_) in found.items():
             assert with_.losses == without.losses, name
             assert without.losses[-1] < without.losses[0], name
             assert (with_.evaluated, with_.digest) == (without.evaluated, without.digest), name
-        ratios = {name: w.gathered / wo.gathered for name, (wo, w) in found.items() if wo.gathered}
-        print(ratios)
+        name = next(iter(cases))
+        without, with_ = found[name]
+        # Each number goes to the other rank for the forward and for the backward pass.
+        assert without.gathered - with_.gathered == 2 * without.weights, name
 
 
 def test_shards_of_unequal_length_travel_too() -> None:
     for without, with_ in run_ranks(unequal, 3):
-        assert with_ == without
+        assert with_.gathered < without.gathered
+        assert with_ == dataclasses.replace(without, gathered=with_.gathered)
 
 
 def unequal() -> tuple[Found, Found]:

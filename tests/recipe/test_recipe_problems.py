@@ -67,7 +67,14 @@ CASES = {
         "--parallel.pp 2 --parallel.stage-layers 3,4 --budget.microbatch-sequences 1",
         2,
     ),
-    "pipeline_unfed": ("--parallel.pp 4", 4),
+    "pipeline_unfed": ("--parallel.pp 4 --budget.microbatch-sequences 16", 4),
+    "no_stages": ("--parallel.stage-layers 8,0", 2),
+    "proposals_that_suit_the_model": ("--parallel.tp 2", 3),
+    "only_the_cause": ("--parallel.pp 2 --parallel.stages-per-rank 5", 2),
+    "microbatch_and_schedule": (
+        "--parallel.pp 2 --parallel.schedule 1F1B --budget.microbatch-sequences 12",
+        2,
+    ),
     "pipeline_in_rounds": (
         "--parallel.pp 2 --parallel.schedule Interleaved1F1B --budget.batch-tokens 1920 "
         "--budget.microbatch-sequences 3",
@@ -158,11 +165,10 @@ def test_a_recipe_without_problems_can_be_cut_and_what_is_proposed_helps(
     typed += [f"--budget.{name}={getattr(budget, name)}" for name in ("seq_len", "batch_tokens")]
     typed.append(f"--budget.microbatch_sequences={microbatch}")
     assert resolve(typed).recipe == recipe
-    for _ in range(8):  # one fix may uncover the next problem
-        fixes = [problem.fix for problem in found if problem.fix is not None]
-        typed += [word for fix in fixes for word in shlex.split(fix)]
-        recipe = resolve(typed).recipe
-        found = problems(recipe, world_size, data=False)
+    fixes = [problem.fix for problem in found if problem.fix is not None]
+    typed += [word for fix in fixes for word in shlex.split(fix)]
+    recipe = resolve(typed).recipe
+    found = problems(recipe, world_size, data=False)
     assert found == [], [problem.render() for problem in found]
     books = Account(recipe.model, recipe.parallel, recipe.optimizer, world_size)
     last = books.rank(world_size - 1)

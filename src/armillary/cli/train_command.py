@@ -87,6 +87,7 @@ def _resolve(arguments: argparse.Namespace, nproc: int) -> Resolved:
             raise UserError(Problem(f"--nproc {nproc}", allowed="1 or more", fix="--nproc 1"))
         resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)
         world_size = nproc if nproc > 1 else int(os.environ.get("WORLD_SIZE", "1"))
-        if found := problems(resolved.recipe, world_size):
+        more_ranks = "--nproc" if arguments.nproc is None and "RANK" not in os.environ else ""
+        if found := problems(resolved.recipe, world_size, more_ranks=more_ranks):
             raise UserError(found)
     return resolved

@@ -173,10 +173,11 @@ def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
     """Files that match, each once, in the order of their names.
 
     Names are relative to the deepest folder that the fixed beginnings of all patterns share, so
-    that moving a corpus as a whole renames no document.
+    that moving a corpus as a whole renames no document. A glob passes over pipes, sockets and
+    devices, which would be waited for.
 
     Raises:
-        UserError: no pattern is given, or one matches no file.
+        UserError: no pattern is given, or one matches no file, or names what is none.
     """
     if not patterns:
         raise UserError(
@@ -190,8 +191,12 @@ def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
     for pattern in patterns:
         absolute = os.path.abspath(os.path.expanduser(pattern))  # noqa: PTH100, PTH111
         matches = [Path(match) for match in glob.glob(absolute, recursive=True)]  # noqa: PTH207
-        files = [match for match in matches if not match.is_dir()]
-        if not files:
+        named = not glob.has_magic(absolute)
+        files = [match for match in matches if named or not _would_block(match)]
+        files = [match for match in files if not match.is_dir()]
+        if named and files and _would_block(files[0]):
+            problems.append(_no_file(pattern))
+        elif not files:
             problems.append(_no_match(pattern, Path(absolute)))
         roots.append(_fixed_folder(absolute))
         paths.update(files)
@@ -200,6 +205,19 @@ def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
     root = Path(os.path.commonpath(roots))
     found = [found_file(path, root) for path in paths]
     return sorted(found, key=lambda file: os.fsencode(file.name))
+
+
+def _would_block(path: Path) -> bool:
+    """Whether it is a pipe, a socket or a device; what cannot be looked up fails when read."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _no_file(pattern: str) -> Problem:
+    return Problem(
+        f"data.corpus.files: {pattern!r} is a pipe, a socket or a device",
+        "regular files, which can be read again",
+        "write what it yields to a file first",
+    )
 
 
 def _fixed_folder(pattern: str) -> str:

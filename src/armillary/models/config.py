@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from armillary.foundation.component import Component
 from armillary.foundation.errors import Problem
 
 if TYPE_CHECKING:
     from armillary.models.decoder import Decoder
+
+
+class Refusal(NamedTuple):
+    """Why a model cannot be split along an axis."""
+
+    reason: str
+    """Follows `cannot be had: `."""
+    fix: str | None = None
+    """The option that makes another model of it, one that can."""
 
 
 class ModelConfig(Component, ABC):
@@ -52,7 +61,7 @@ class ModelConfig(Component, ABC):
         """
         return {}
 
-    def refusals(self) -> dict[str, str]:
+    def refusals(self) -> dict[str, Refusal]:
         """By parallel axis, why this model cannot be split along it; empty: along all of them."""
         return {}
 

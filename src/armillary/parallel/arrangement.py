@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from armillary.foundation.errors import Problem, UserError, nearest
@@ -23,10 +23,22 @@ CHOICES = {
 _WHAT = {"device": "kind of device", "context": "kind of context parallelism"}
 
 
-def arrangement_problems(parallel: Parallel, world_size: int) -> list[Problem]:
-    """What keeps an arrangement from covering `world_size` ranks exactly, all at once."""
+Fits = Callable[[str, int], bool]
+"""Whether something else, such as a model, allows an axis a degree."""
+
+
+def arrangement_problems(
+    parallel: Parallel, world_size: int, fits: Fits | None = None
+) -> list[Problem]:
+    """What keeps an arrangement from covering `world_size` ranks exactly, all at once.
+
+    Args:
+        parallel: as it is written.
+        world_size: ranks.
+        fits: what else a degree has to suit for it to be proposed.
+    """
     malformed = list(_malformed(parallel))
-    problems = malformed or list(_misfit(parallel, world_size))
+    problems = malformed or list(_misfit(parallel, world_size, fits or (lambda *_: True)))
     if not problems:
         resolved = parallel.resolve(world_size)
         problems = [*_experts(resolved), *_pipeline(resolved)]
@@ -54,6 +66,11 @@ def listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
+def count_of_ranks(number: int) -> str:
+    """As people say it."""
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
 def _malformed(parallel: Parallel) -> Iterator[Problem]:
     for axis, degree in parallel.degrees.items():
         if degree < 1 and degree != -1:
@@ -79,7 +96,7 @@ def _malformed(parallel: Parallel) -> Iterator[Problem]:
         )
 
 
-def _misfit(parallel: Parallel, world_size: int) -> Iterator[Problem]:
+def _misfit(parallel: Parallel, world_size: int, fits: Fits) -> Iterator[Problem]:
     fixed = {axis: degree for axis, degree in parallel.degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     is_open = len(fixed) < len(DENSE_AXES)
@@ -91,12 +108,14 @@ def _misfit(parallel: Parallel, world_size: int) -> Iterator[Problem]:
         if world_size % others:
             continue
         room = world_size // others
-        allowed = divisors(room) if is_open else [room]
+        allowed = [each for each in (divisors(room) if is_open else [room]) if fits(axis, each)]
+        if not allowed:
+            continue
         verb = "does not divide the ranks" if is_open else "does not cover the ranks"
         yield Problem(
             f"parallel.{axis} = {fixed[axis]} {verb}: world size {world_size}"
             + (f", other axes take {others}" if others > 1 else ""),
-            allowed=f"on {world_size} ranks: {listed(allowed)}",
+            allowed=f"on {count_of_ranks(world_size)}: {listed(allowed)}",
             fix=f"{option(axis)} {closest(fixed[axis], allowed)}",
         )
         return
@@ -105,11 +124,11 @@ def _misfit(parallel: Parallel, world_size: int) -> Iterator[Problem]:
     yield Problem(
         f"{text}: together {product} ranks, which does not fit a world size of {world_size}",
         allowed=f"degrees whose product {'divides' if is_open else 'is'} {world_size}",
-        fix=_proposal(parallel, world_size),
+        fix=_proposal(parallel, world_size, fits),
     )
 
 
-def _proposal(parallel: Parallel, world_size: int) -> str:
+def _proposal(parallel: Parallel, world_size: int, fits: Fits) -> str:
     """Degrees near the written ones that fit: inner axes keep theirs first, dp_shard gives way."""
     free = next((axis for axis, degree in parallel.degrees.items() if degree == -1), "dp_shard")
     left, changes = world_size, []
@@ -117,7 +136,7 @@ def _proposal(parallel: Parallel, world_size: int) -> str:
         degree = parallel.degrees[axis]
         if axis == free:
             continue
-        fitting = closest(degree, divisors(left))
+        fitting = closest(degree, [each for each in divisors(left) if fits(axis, each)] or [1])
         left //= fitting
         if fitting != degree:
             changes.append(f"{option(axis)} {fitting}")
@@ -150,14 +169,19 @@ def _experts(resolved: Parallel) -> Iterator[Problem]:
 
 def _pipeline(resolved: Parallel) -> Iterator[Problem]:
     """Stages and the schedule that drives them; without a pipeline both stand idle."""
-    name = resolved.schedule
+    name, layers = resolved.schedule, resolved.stage_layers
+    if resolved.pp == 1 and len(layers) > 1:
+        yield Problem(
+            f"parallel.stage_layers names {len(layers)} stages, and there is 1: parallel.pp = 1",
+            allowed="none without a pipeline",
+            fix=f"{option('stage_layers')} ''",
+        )
     if resolved.pp == 1 or (name not in schedules.SCHEDULES and not schedules.is_file(name)):
         return
     stages = list(_stage_counts(resolved))
     yield from stages
-    if stages or not resolved.stage_layers:
+    if stages or not layers:
         return
-    layers = resolved.stage_layers
     if len(layers) != resolved.stages:
         yield Problem(
             f"parallel.stage_layers names {len(layers)} stages, and there are {resolved.stages}: "
@@ -214,12 +238,27 @@ def _table(resolved: Parallel) -> Iterator[Problem]:
             fix=f"{option('stages_per_rank')} 0",
         )
     else:
-        from armillary.parallel.pipeline.placement import rank_of_stages  # it knows this room
+        yield from _cells(resolved)
 
-        try:
-            rank_of_stages(resolved)
-        except UserError as error:
-            yield from error.problems
+
+def _cells(resolved: Parallel) -> Iterator[Problem]:
+    from armillary.parallel.pipeline.placement import rank_of_stages  # it knows this room
+    from armillary.parallel.pipeline.table import table_problems
+
+    try:
+        ranks = rank_of_stages(resolved)
+    except UserError as error:
+        yield from error.problems
+        return
+    if len({ranks.count(rank) for rank in range(resolved.pp)}) > 1:
+        held = listed(ranks.count(rank) for rank in range(resolved.pp))
+        yield Problem(
+            f"parallel.schedule = {resolved.schedule} has {held} stages in its lines",
+            allowed="as many stages for each rank",
+            fix=f"{option('schedule')} 1F1B",
+        )
+        return
+    yield from table_problems(resolved.schedule)
 
 
 def _words(parallel: Parallel) -> Iterator[Problem]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,16 +51,48 @@ arXiv 2104.04473; looped BFS: Lamy-Poirier 2022, arXiv 2211.05953; zero bubble: 
 arXiv 2401.10241; V-shaped: Qi et al. 2024, arXiv 2405.15362; DualPipe: DeepSeek-AI 2024,
 arXiv 2412.19437."""
 
-_ACTION = re.compile(r"(\d+)(F|B|I|W|[A-Z_]+)(\d*)")
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One action of a schedule's file: 0F3 is the forward pass of microbatch 3 in stage 0."""
+
+    stage: int
+    kind: str
+    """F forward, B backward; or I and W, the backward pass in two: of activations, of weights."""
+    microbatch: int
+    line: int
+    """From 1, as people count; line 1 is rank 0."""
+    column: int
+    """From 1; empty cells, where a rank idles, count too."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the file."""
+        return f"line {self.line}, cell {self.column}"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """What a schedule's file says: one line per rank, one cell per moment, as 0F3 or 2B1."""
 
-    ranks: int
+    lines: tuple[tuple[Cell, ...], ...]
     stages: int
     microbatches: int
+
+    @property
+    def ranks(self) -> int:
+        """Lines of the file."""
+        return len(self.lines)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All of them, line after line."""
+        return tuple(cell for line in self.lines for cell in line)
 
 
 def is_file(schedule: str) -> bool:
@@ -73,34 +107,78 @@ def stages_per_rank(parallel: Parallel) -> int:
     return SCHEDULES[parallel.schedule].least_stages
 
 
+def takes(parallel: Parallel, microbatches: int) -> bool:
+    """Whether the schedule can run a step of so many microbatches; without a pipeline, always.
+
+    Args:
+        parallel: an arrangement that is resolved and without problems.
+        microbatches: of one step, on one rank.
+    """
+    if parallel.pp == 1:
+        return True
+    if parallel.schedule not in SCHEDULES:
+        return microbatches == read_table(parallel.schedule).microbatches
+    schedule = SCHEDULES[parallel.schedule]
+    return schedule.takes(microbatches, pp=parallel.pp, stages=parallel.stages)
+
+
+def rows_at_once(parallel: Parallel, share: int, wanted: int = 0) -> int:
+    """Sequences of a microbatch: as wanted, or for 0 as many as the schedule allows.
+
+    The fewest microbatches that the schedule takes leave each as large as can be: one without a
+    pipeline. Where it takes no division of the share, that is the share, which is then refused.
+
+    Args:
+        parallel: an arrangement that is resolved and without problems.
+        share: sequences of a step that a rank computes.
+        wanted: `Budget.microbatch_sequences`.
+    """
+    if wanted or share < 1:
+        return wanted or share
+    counts = (many for many in range(1, share + 1) if share % many == 0)
+    return share // next((many for many in counts if takes(parallel, many)), 1)
+
+
 def _stages_of_file(parallel: Parallel) -> int:
     return read_table(parallel.schedule).stages if is_file(parallel.schedule) else 0
 
 
 def read_table(path: str) -> Table:
-    """Counts ranks, stages and microbatches of a table; the pipeline itself reads its order.
+    """Reads the cells of a table; whether they can be run, `pipeline.table` says.
 
     Raises:
         UserError: it cannot be read, or a cell is no action.
     """
     try:
-        with Path(path).expanduser().open(newline="", encoding="utf-8") as file:
-            lines = [line for line in csv.reader(file) if line]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        file = Path(path).expanduser()
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+            raise _no_table(path, "is no regular file")
+        with file.open(newline="", encoding="utf-8") as text:
+            rows = list(csv.reader(text))
+    except (OSError, RuntimeError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _no_table(path, f"cannot be read: {reason}") from error
-    stages, microbatches = set(), set()
-    for number, line in enumerate(lines):
-        for cell in filter(None, map(str.strip, line)):
-            action = _ACTION.fullmatch(cell)
-            if action is None:
-                raise _no_table(path, f"holds {cell!r} in line {number + 1}")
-            stages.add(int(action[1]))
-            if action[3]:
-                microbatches.add(int(action[3]))
-    if not microbatches:
+    if not any(cell.strip() for row in rows for cell in row):
         raise _no_table(path, "holds no actions")
-    return Table(len(lines), max(stages) + 1, max(microbatches) + 1)
+    lines = tuple(tuple(_cells(path, row, number)) for number, row in enumerate(rows, 1))
+    cells = [cell for line in lines for cell in line]
+    return Table(
+        lines,
+        stages=max(cell.stage for cell in cells) + 1,
+        microbatches=max(cell.microbatch for cell in cells) + 1,
+    )
+
+
+def _cells(path: str, row: list[str], number: int) -> Iterator[Cell]:
+    if not any(cell.strip() for cell in row):
+        raise _no_table(path, f"has no action in line {number}")
+    for column, text in enumerate(map(str.strip, row), 1):
+        if not text:
+            continue
+        action = _ACTION.fullmatch(text)
+        if action is None:
+            raise _no_table(path, f"holds {text!r} in line {number}, cell {column}")
+        yield Cell(int(action[1]), action[2], int(action[3]), number, column)
 
 
 def _no_table(path: str, what: str) -> UserError:

@@ -128,14 +128,19 @@ class Float8Gather:
         shards = [self._local(module.get_parameter("weight")) for module in self._modules]
         # Rounding keeps order: the largest of the rounded weight is the rounded largest.
         own = torch.stack([largest(shard) for shard in shards]).to(self._dtype).float()
-        for shard, whole in zip(shards, self._maximum(own).unbind(), strict=True):
+        # A maximum over ranks may lose a NaN, never infinity, whose scale makes all numbers NaN.
+        own = own.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        maxima = self._maximum(own)
+        # Made here and not on the way, where a GPU may be in a stream of torch's data sharding.
+        scales = round_to_float8(maxima, maxima).scale
+        for shard, maximum, scale in zip(shards, maxima.unbind(), scales.unbind(), strict=True):
             way = getattr(shard, "fsdp_way", None)
             if way is None:
                 way = _Way(shard, self._dtype)
                 shard.fsdp_way = way  # type: ignore[attr-defined]
                 shard.fsdp_pre_all_gather = way.before  # type: ignore[attr-defined]
                 shard.fsdp_post_all_gather = way.after  # type: ignore[attr-defined]
-            way.maximum = whole
+            way.maximum, way.scale = maximum, scale
 
 
 class _Way:
@@ -146,17 +151,18 @@ class _Way:
         self._dtype = dtype
         self.maximum: Tensor | None = None
         """[] fp32, of the whole weight."""
+        self.scale: Tensor | None = None
+        """[] fp32, that goes with it."""
 
     def before(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], tuple[torch.Size, Tensor]]:
         """What is sent, uint8 as not all backends know float8, and what `after` is told."""
         shard = self._shard()
-        assert shard is not None and self.maximum is not None
-        rounded = round_to_float8(shard.to(self._dtype), self.maximum)
-        bits = rounded.values.view(torch.uint8)
+        assert shard is not None and self.maximum is not None and self.scale is not None
+        bits = round_to_float8(shard.to(self._dtype), self.maximum).values.view(torch.uint8)
         rows = -(-outer_size[0] // mesh.size())  # the last shards are shorter, or empty
-        return (F.pad(bits, (0, 0, 0, rows - bits.shape[0])),), (outer_size, rounded.scale)
+        return (F.pad(bits, (0, 0, 0, rows - bits.shape[0])),), (outer_size, self.scale)
 
     def after(
         self,

@@ -76,31 +76,28 @@ class _Tensorwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: LowPrecisionProduct) -> Tensor:
         ctx.how = how
-        ctx.is_rounded = isinstance(weight, Float8Weight)
         if isinstance(weight, Float8Weight):
-            (maximum,) = how.over_ranks(largest(x), when=("outputs", "inputs"))
+            maxima = how.over_ranks(largest(x), when=("outputs", "inputs"))
             w = weight.scaled()
-            ctx.save_for_backward(x, w.values, maximum, w.scale)
         else:
-            found = largest(x), largest(weight)
-            maximum, weight_maximum = how.over_ranks(*found, when=("outputs", "inputs"))
-            w = round_to_float8(weight, weight_maximum)
-            ctx.save_for_backward(x, weight, maximum, weight_maximum)
-        return how.multiply(round_to_float8(x, maximum), w, x.dtype, fast=True)
+            maxima = how.over_ranks(largest(x), largest(weight), when=("outputs", "inputs"))
+            w = round_to_float8(weight, maxima[1])
+        ctx.save_for_backward(x, weight, *maxima)
+        return how.multiply(round_to_float8(x, maxima[0]), w, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, weight, x_maximum, of_weight = ctx.saved_tensors
+        x, weight, *maxima = ctx.saved_tensors
         how: LowPrecisionProduct = ctx.how
         (maximum,) = how.over_ranks(largest(grad), when=("outputs", "inputs"))
         g = round_to_float8(grad, maximum, E5M2)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            is_rounded: bool = ctx.is_rounded
-            w = Scaled(weight, of_weight) if is_rounded else round_to_float8(weight, of_weight)
+            rounded = isinstance(weight, Float8Weight)
+            w = weight.scaled() if rounded else round_to_float8(weight, maxima[1])
             grad_x = how.multiply(g, transposed(w), x.dtype)
         if ctx.needs_input_grad[1]:
-            a = round_to_float8(x, x_maximum)
+            a = round_to_float8(x, maxima[0])
             grad_weight = how.multiply(transposed(g), transposed(a), x.dtype)
         return grad_x, grad_weight, None
 

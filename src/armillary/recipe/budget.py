@@ -23,7 +23,8 @@ class Budget:
     seq_len: int = 256
     """Tokens of one sequence."""
     microbatch_sequences: int = 0
-    """Sequences that a rank computes at once; 0: its whole share of the step."""
+    """Sequences that a rank computes at once; 0: its whole share of the step, or with a pipeline
+    as many as leave its schedule enough microbatches."""
 
     @property
     def total_steps(self) -> int:

@@ -8,7 +8,11 @@ from typing import Any
 
 from armillary.data.corpus import problems_of
 from armillary.foundation.errors import Problem
-from armillary.recipe.problems_mesh import mesh_problems, microbatch_problems
+from armillary.parallel.arrangement import divisors
+from armillary.parallel.config import Parallel
+from armillary.parallel.schedules import rows_at_once, takes
+from armillary.recipe.problems_followed import followed
+from armillary.recipe.problems_mesh import mesh_problems, microbatch_problems, rank_problems
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
@@ -24,12 +28,27 @@ _POSITIVE = (
 _LARGEST_SEED = 2**63 - 1
 
 
-def problems(recipe: Recipe, world_size: int = 1, *, data: bool = True) -> list[Problem]:
+def problems(
+    recipe: Recipe, world_size: int = 1, *, data: bool = True, more_ranks: str = ""
+) -> list[Problem]:
     """Everything that would keep a recipe from being trained on `world_size` ranks.
+
+    What is proposed for the mesh and the batch, taken together, is not refused in turn.
 
     Args:
         data: also ask for what only a machine that reads the data needs, such as files that exist.
+        more_ranks: the option that asks for more than 1 rank, where none was given.
     """
+
+    def ask(changed: Recipe) -> list[Problem]:
+        return _problems(changed, world_size, data=False)
+
+    return followed(recipe, _problems(recipe, world_size, data=data, more_ranks=more_ranks), ask)
+
+
+def _problems(
+    recipe: Recipe, world_size: int, *, data: bool, more_ranks: str = ""
+) -> list[Problem]:
     found = [*_ranges(recipe), *_sampling(recipe)]
     budget = recipe.budget
     countable = not any(problem.message.startswith("budget.") for problem in found)
@@ -44,20 +63,25 @@ def problems(recipe: Recipe, world_size: int = 1, *, data: bool = True) -> list[
     if countable and not no_length:
         found += recipe.schedule.problems(budget.total_steps)
         found += _beyond(recipe)
-    misfits = recipe.parallel.problems(world_size)
+    misfits = rank_problems(recipe, world_size, more_ranks)
     found += misfits
-    if countable:
-        found += mesh_problems(recipe, world_size)
-        ranks = 1 if misfits else recipe.parallel.resolve(world_size).grid.data_size
-        undealt = list(_batch(recipe, ranks))
-        found += undealt
-        if not misfits and not undealt:
+    if countable and not _asks_for_more(misfits, more_ranks):
+        misplaced = mesh_problems(recipe, world_size)
+        parallel = Parallel(dp_shard=1) if misfits else recipe.parallel.resolve(world_size)
+        undealt = list(_batch(recipe, parallel))
+        found += [*misplaced, *undealt]
+        if not misfits and not misplaced and not undealt:
             found += microbatch_problems(recipe, world_size)
     found += recipe.data.problems()
     if data:
         found += [problem for problem in _data(recipe) if problem not in found]
     told = "\n".join(problem.message for problem in found)
     return found + [problem for name, problem in _not_finite(recipe) if name not in told]
+
+
+def _asks_for_more(misfits: list[Problem], more_ranks: str) -> bool:
+    """Whether the number of ranks is what is wrong, so that nothing can be said of the rest."""
+    return bool(more_ranks) and any(more_ranks in (each.fix or "") for each in misfits)
 
 
 def _ranges(recipe: Recipe) -> Iterator[Problem]:
@@ -153,28 +177,29 @@ def _beyond(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _batch(recipe: Recipe, ranks: int) -> Iterator[Problem]:
+def _batch(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
     """Whole sequences in a step, and as many for each rank and microbatch."""
-    budget = recipe.budget
+    budget, ranks = recipe.budget, parallel.grid.data_size
     tokens, length, micro = budget.batch_tokens, budget.seq_len, budget.microbatch_sequences
     at_once = max(1, micro)
     sequences, rest = divmod(tokens, length)
-    if not rest and sequences % (ranks * at_once) == 0:
+    if not rest and sequences % (ranks * at_once) == 0 and sequences:
         return
     where = f" on {ranks} data ranks" if ranks > 1 else ""
     if not rest and sequences % ranks == 0:
         share = sequences // ranks
-        legal = [count for count in range(1, share + 1) if share % count == 0]
-        best = min(legal, key=lambda count: abs(count - micro))
+        legal = [count for count in divisors(share) if takes(parallel, share // count)]
+        best = min(legal or [0], key=lambda count: abs(count - micro))
         yield Problem(
             f"budget.microbatch_sequences = {micro} does not divide the {share} sequences of a "
             f"rank in a step of budget.batch_tokens = {tokens}{where}",
-            "0 (all at once), " + ", ".join(map(str, _some(legal, best))),
+            ", ".join(["0 (as large as can be)", *map(str, _some(legal, best) if legal else [])]),
             f"--budget.microbatch-sequences {best}",
         )
         return
     unit = length * ranks * at_once
-    legal = [multiple * unit for multiple in (tokens // unit, tokens // unit + 1) if multiple]
+    multiples = list(_multiples(parallel, tokens // unit, micro))
+    legal = [multiple * unit for multiple in multiples]
     best = min(legal, key=lambda total: (abs(total - tokens), total))
     if rest:
         what = f"is no multiple of budget.seq_len = {length}"
@@ -187,6 +212,19 @@ def _batch(recipe: Recipe, ranks: int) -> Iterator[Problem]:
         f"multiples of {unit}{where}{in_micro}: {', '.join(map(str, legal))}",
         f"--budget.batch-tokens {best}",
     )
+
+
+def _multiples(parallel: Parallel, near: int, micro: int) -> Iterator[int]:
+    """How often a rank's least share can be had: the next below, if any, and above `near`."""
+
+    def can_be(multiple: int) -> bool:
+        many = multiple if micro else multiple // rows_at_once(parallel, multiple)
+        return takes(parallel, many)
+
+    below = next((multiple for multiple in range(near, 0, -1) if can_be(multiple)), None)
+    if below is not None:
+        yield below
+    yield next(multiple for multiple in range(near + 1, near + 10**6) if can_be(multiple))
 
 
 def _some(legal: list[int], best: int, most: int = 8) -> list[int]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 from armillary.foundation.errors import Problem
-from armillary.parallel.arrangement import closest, divisors, listed, option
+from armillary.parallel.arrangement import (
+    arrangement_problems,
+    closest,
+    count_of_ranks,
+    divisors,
+    listed,
+    option,
+)
 from armillary.parallel.config import Parallel, Scale
 from armillary.parallel.grid import DENSE_AXES
 from armillary.parallel.pipeline.rules import split_backward_problems
-from armillary.parallel.schedules import SCHEDULES, read_table
+from armillary.parallel.schedules import SCHEDULES, read_table, rows_at_once, takes
 from armillary.recipe.recipe import Recipe
 
 _NEEDS_EXPERTS = ("ep", "expert_tp")
@@ -21,24 +28,65 @@ _WHOLE_ROWS = {"all-gather": ("varlen",), "ring": ("flex", "varlen"), "ulysses":
 """By kind of context parallelism, the attention backends that need whole rows."""
 
 
+def rank_problems(recipe: Recipe, world_size: int, more_ranks: str = "") -> list[Problem]:
+    """What keeps the mesh from covering the ranks; proposes what the model allows too.
+
+    Args:
+        recipe: with any values.
+        world_size: ranks.
+        more_ranks: the option that asks for more than 1 rank, where none was given.
+    """
+    parallel = recipe.parallel
+    found = parallel.problems(world_size)
+    if not found:
+        return found
+    fixed = [degree for degree in parallel.degrees.values() if degree != -1]
+    needed = prod(fixed)
+    could_ask = more_ranks and needed > world_size == 1 and min(fixed) > 0
+    if could_ask and not parallel.problems(needed) and not mesh_problems(recipe, needed):
+        return [_too_few_ranks(parallel, needed, more_ranks)]
+    base = _readable(parallel, world_size)
+
+    def fits(axis: str, degree: int) -> bool:
+        changes: dict[str, Any] = {axis: degree}
+        return not any(_axis_faults(recipe, dataclasses.replace(base, **changes), axis))
+
+    return arrangement_problems(parallel, world_size, fits)
+
+
+def _too_few_ranks(parallel: Parallel, needed: int, more_ranks: str) -> Problem:
+    written = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
+    need = "needs" if len(written) == 1 else "need"
+    return Problem(
+        ", ".join(f"parallel.{axis} = {degree}" for axis, degree in written.items())
+        + f" {need} {count_of_ranks(needed)}, and there is 1",
+        allowed=f"{more_ranks} {needed}"
+        + (" or a multiple" if -1 in parallel.degrees.values() else ""),
+        fix=f"{more_ranks} {needed}",
+    )
+
+
 def mesh_problems(recipe: Recipe, world_size: int) -> list[Problem]:
     """What of the model and the sequence the degrees do not divide, all at once.
 
     Degrees are looked at as they are written where they do not fit the ranks either.
     """
     parallel = _readable(recipe.parallel, world_size)
-    told = " ".join(problem.fix or "" for problem in recipe.parallel.problems(world_size))
+    told = " ".join(problem.fix or "" for problem in rank_problems(recipe, world_size))
     found = []
     for axis, faults in _faults(recipe, parallel).items():
         degree = getattr(parallel, axis)
         legal = _legal(recipe, axis, world_size)
+        change = _change_of_model(recipe, axis)
+        allowed = [f"on {count_of_ranks(world_size)}: {listed(legal)}"] if legal else []
+        fix = _fix(recipe.parallel, axis, closest(degree, legal or [1]))
+        if change is not None:
+            allowed, fix = [f"{change}, or parallel.{axis} = 1"], change
         found.append(
             Problem(
                 f"parallel.{axis} = {degree} {'; '.join(faults)}",
-                allowed=f"on {world_size} ranks: {listed(legal)}" if legal else None,
-                fix=None
-                if f"{option(axis)} " in told
-                else _fix(recipe.parallel, axis, closest(degree, legal or [1])),
+                allowed=" ".join(allowed) or None,
+                fix=None if change is None and f"{option(axis)} " in told else fix,
             )
         )
     found += _stage_layers(recipe, parallel)
@@ -47,25 +95,32 @@ def mesh_problems(recipe: Recipe, world_size: int) -> list[Problem]:
     return found
 
 
+def _change_of_model(recipe: Recipe, axis: str) -> str | None:
+    """What changes a model that cannot be split along an axis into one that can."""
+    refusal = recipe.model.refusals().get(axis)
+    return refusal.fix if refusal is not None else None
+
+
 def microbatch_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     """Whether a pipeline can be fed; only for a step that the data ranks can share."""
     parallel = recipe.parallel.resolve(world_size)
-    if parallel.pp == 1:
-        return
     budget, ranks = recipe.budget, parallel.grid.data_size
     share = budget.batch_tokens // budget.seq_len // ranks
-    at_once = budget.microbatch_sequences or share
-    if _takes(parallel, share // at_once):
+    at_once = rows_at_once(parallel, share, budget.microbatch_sequences)
+    if takes(parallel, share // at_once):
         return
-    legal = [many for many in divisors(share) if _takes(parallel, share // many)]
+    legal = [many for many in divisors(share) if takes(parallel, share // many)]
     if legal:
-        allowed = f"budget.microbatch_sequences of {listed(legal)}"
-        fix = f"--budget.microbatch-sequences {max(legal)}"
+        allowed = f"budget.microbatch_sequences of 0 (as large as can be), {listed(legal)}"
+        fix = f"--budget.microbatch-sequences {closest(at_once, legal)}"
     else:
-        wanted = next(many for many in range(1, 10**6) if _takes(parallel, many))
+        wanted = next(many for many in range(1, 10**6) if takes(parallel, many))
         tokens = wanted * ranks * budget.seq_len
-        allowed = f"budget.batch_tokens of {tokens} or more, in microbatches of 1 sequence"
-        fix = f"--budget.batch-tokens {tokens} --budget.microbatch-sequences 1"
+        least = " or more" if parallel.schedule in SCHEDULES else " or a multiple"
+        allowed = f"budget.batch_tokens of {tokens}{least}, for {wanted} microbatches"
+        fix = f"--budget.batch-tokens {tokens}"
+        if budget.microbatch_sequences > 1:
+            fix += " --budget.microbatch-sequences 0"
     yield Problem(
         f"parallel.schedule = {parallel.schedule} on {parallel.stages} stages takes "
         f"{_rule(parallel)}, and a step has {share // at_once}: {share} sequences of a data rank, "
@@ -83,7 +138,11 @@ def _readable(parallel: Parallel, world_size: int) -> Parallel:
     degrees: dict[str, Any] = {axis: max(1, getattr(parallel, axis)) for axis in axes}
     known = parallel.schedule in SCHEDULES
     return dataclasses.replace(
-        parallel, **degrees, stage_layers=(), schedule=parallel.schedule if known else "1F1B"
+        parallel,
+        **degrees,
+        stages_per_rank=0,
+        stage_layers=(),
+        schedule=parallel.schedule if known else "1F1B",
     )
 
 
@@ -104,7 +163,7 @@ def _axis_faults(recipe: Recipe, parallel: Parallel, axis: str) -> Iterator[str]
     refusals, fields = model.refusals(), model.divisors()
     for name in (axis, "ulysses" if ulysses else axis):
         if name in refusals:
-            yield f"cannot be had: {refusals[name]}"
+            yield f"cannot be had: {refusals[name].reason}"
             return
     if axis in _NEEDS_EXPERTS and "ep" not in fields:
         yield "cannot be had: the model has no experts"
@@ -177,7 +236,7 @@ def _fix(parallel: Parallel, axis: str, degree: int) -> str:
 
 def _stage_layers(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
     layers = parallel.stage_layers
-    if parallel.pp == 1 or not layers:
+    if len(layers) != parallel.stages:  # none, or told of the stages
         return
     for name, wanted in recipe.model.divisors().get("pp", {}).items():
         if sum(layers) != wanted:
@@ -210,13 +269,6 @@ def _split_backward(recipe: Recipe, parallel: Parallel) -> list[Problem]:
     return split_backward_problems(
         scale, max(recipe.model.divisors().get("pp", {}).values(), default=1)
     )
-
-
-def _takes(parallel: Parallel, microbatches: int) -> bool:
-    if parallel.schedule not in SCHEDULES:
-        return microbatches == read_table(parallel.schedule).microbatches
-    schedule = SCHEDULES[parallel.schedule]
-    return schedule.takes(microbatches, pp=parallel.pp, stages=parallel.stages)
 
 
 def _rule(parallel: Parallel) -> str:

@@ -127,6 +127,7 @@ def assemble(recipe: Recipe, mesh: Mesh, data: RunData) -> Assembly:
             microbatch=recipe.budget.microbatch_sequences,
             data_rank=mesh.data_rank,
             data_size=mesh.data_size,
+            parallel=mesh.parallel,
         ),
         model=model,
         task=recipe.task,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from armillary.parallel import Parallel
+from armillary.parallel.schedules import rows_at_once
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
@@ -28,13 +31,20 @@ class StepShape:
 
     @classmethod
     def of(
-        cls, *, batch_tokens: int, seq_len: int, microbatch: int, data_rank: int, data_size: int
+        cls,
+        *,
+        batch_tokens: int,
+        seq_len: int,
+        microbatch: int,
+        data_rank: int,
+        data_size: int,
+        parallel: Parallel,
     ) -> StepShape:
-        """The shape for a budget; `microbatch` 0 takes a rank's whole share at once."""
+        """The shape for a budget; `microbatch` 0 is as large as `parallel`, resolved, allows."""
         sequences = batch_tokens // seq_len
         return cls(
             sequences=sequences,
-            microbatch=microbatch or sequences // data_size,
+            microbatch=rows_at_once(parallel, sequences // data_size, microbatch),
             data_rank=data_rank,
             data_size=data_size,
         )

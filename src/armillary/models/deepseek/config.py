@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem
+from armillary.models.config import Refusal
 from armillary.models.moe import MoEDecoder
 from armillary.models.rope_scaling import YarnRopeScaling
 from armillary.models.routing import RouterConfig
@@ -153,14 +154,14 @@ class DeepSeek(MoEDecoder):
         found["tp"].pop("model.n_kv_heads")
         return found
 
-    def refusals(self) -> dict[str, str]:
+    def refusals(self) -> dict[str, Refusal]:
         """See `ModelConfig.refusals`."""
         if not self.predict_ahead:
             return {}
-        why = "model.predict_ahead = true reads"
+        why, fix = "model.predict_ahead = true reads", "--no-model.predict-ahead"
         return {
-            "pp": f"{why} the embedding, of the first stage, in the last",
-            "cp": f"{why} the next token, which may lie on another rank",
+            "pp": Refusal(f"{why} the embedding, of the first stage, in the last", fix),
+            "cp": Refusal(f"{why} the next token, which may lie on another rank", fix),
         }
 
     def device_problems(self, device_type: str, compute_dtype: str = "bfloat16") -> list[Problem]:

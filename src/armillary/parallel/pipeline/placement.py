@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import re
-from pathlib import Path
-
 from armillary.foundation.errors import Problem, UserError
 from armillary.parallel.config import Parallel
-from armillary.parallel.schedules import SCHEDULES, is_file, stages_per_rank
-
-_FORWARD = re.compile(r"(\d+)F(\d+)")
+from armillary.parallel.schedules import SCHEDULES, is_file, read_table, stages_per_rank
 
 
 def rank_of_stages(parallel: Parallel) -> tuple[int, ...]:
@@ -36,25 +30,20 @@ def rank_of_stages(parallel: Parallel) -> tuple[int, ...]:
     return tuple(stage % pp for stage in stages)
 
 
-def table_lines(path: str) -> list[list[str]]:
-    """The cells of a schedule's file, a line for each rank."""
-    with Path(path).expanduser().open(newline="", encoding="utf-8") as file:
-        return [[cell.strip() for cell in line] for line in csv.reader(file) if line]
-
-
 def _of_table(path: str) -> tuple[int, ...]:
     ranks: dict[int, int] = {}
     last: dict[int, int] = {}
-    for rank, line in enumerate(table_lines(path)):
-        for stage, microbatch in (map(int, found) for found in _FORWARD.findall(" ".join(line))):
-            if ranks.setdefault(stage, rank) != rank:
-                raise _not_a_pipeline(
-                    path, f"has stage {stage} in lines {ranks[stage] + 1}, {rank + 1}"
-                )
-            # torch numbers losses in the order in which they are computed
-            if microbatch != last.get(stage, -1) + 1:
-                raise _not_a_pipeline(path, f"has cell {stage}F{microbatch} out of its order")
-            last[stage] = microbatch
+    for cell in read_table(path).cells:
+        stage, rank = cell.stage, cell.line - 1
+        if ranks.setdefault(stage, rank) != rank:
+            lines = f"{ranks[stage] + 1}, {cell.line}"
+            raise _not_a_pipeline(path, f"has stage {stage} in lines {lines}")
+        if cell.kind != "F":
+            continue
+        # torch numbers losses in the order in which they are computed
+        if cell.microbatch != last.get(stage, -1) + 1:
+            raise _not_a_pipeline(path, f"has cell {cell} out of its order ({cell.place})")
+        last[stage] = cell.microbatch
     if sorted(ranks) != list(range(len(ranks))):
         raise _not_a_pipeline(path, f"has stages {sorted(ranks)} only")
     return tuple(ranks[stage] for stage in range(len(ranks)))

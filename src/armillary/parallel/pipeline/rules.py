@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from armillary.foundation.errors import Problem
 from armillary.parallel.config import Parallel, Scale
-from armillary.parallel.pipeline.placement import table_lines
-from armillary.parallel.schedules import is_file
+from armillary.parallel.schedules import is_file, read_table
 
 SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute gradients of activations first and those of weights when there is time."""
@@ -18,8 +15,7 @@ def splits_backward(parallel: Parallel) -> bool:
     if parallel.pp == 1:
         return False
     if is_file(parallel.schedule):
-        cells = (cell for line in table_lines(parallel.schedule) for cell in line)
-        return any(re.fullmatch(r"\d+[IW]\d+", cell) for cell in cells)
+        return any(cell.kind in "IW" for cell in read_table(parallel.schedule).cells)
     return parallel.schedule in SPLITTING
 
 
