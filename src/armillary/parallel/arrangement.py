@@ -220,22 +220,25 @@ def _table(resolved: Parallel) -> Iterator[Problem]:
     except UserError as error:
         yield from error.problems
         return
+    another = f"{option('schedule')} 1F1B"
     if table.ranks != resolved.pp:
+        fits = resolved.grid.world_size % table.ranks == 0
         yield Problem(
             f"parallel.schedule = {resolved.schedule} is for {table.ranks} ranks, and "
             f"parallel.pp = {resolved.pp}",
             allowed="one line per rank of pp",
-            fix=f"{option('pp')} {table.ranks}",
+            fix=f"{option('pp')} {table.ranks}" if fits else another,
         )
     elif table.stages % resolved.pp or resolved.stages_per_rank not in (
         0,
         table.stages // resolved.pp,
     ):
+        uneven = table.stages % resolved.pp
         yield Problem(
             f"parallel.schedule = {resolved.schedule} has {table.stages} stages, which is not "
             f"{resolved.stages_per_rank or 'as many'} for each of parallel.pp = {resolved.pp}",
             allowed="as many stages for each rank",
-            fix=f"{option('stages_per_rank')} 0",
+            fix=another if uneven else f"{option('stages_per_rank')} 0",
         )
     else:
         yield from _cells(resolved)

@@ -35,6 +35,7 @@ def followed(
     if first is None:
         return found
     touched: set[int] = set()
+    corrected: dict[int, str] = {}
     for _ in range(_ROUNDS):
         told = {name: value for changes in fixes for name, value in changes.items()}
         try:
@@ -48,12 +49,25 @@ def followed(
         for name, value in news.items():
             owners = [index for index, changes in enumerate(fixes) if name in changes]
             for index in owners or [first]:
+                if name in fixes[index] and value is not None:
+                    corrected[index] = value
                 fixes[index][name] = value
                 touched.add(index)
     return [
-        dataclasses.replace(problem, fix=_typed(fixes[index])) if index in touched else problem
+        dataclasses.replace(
+            problem,
+            allowed=_corrected(problem.allowed, corrected.get(index)),
+            fix=_typed(fixes[index]),
+        )
+        if index in touched
+        else problem
         for index, problem in enumerate(found)
     ]
+
+
+def _corrected(allowed: str | None, value: str | None) -> str | None:
+    """What was allowed as things are, and is not once the other proposals are taken."""
+    return allowed if value is None else f"{allowed}; with the other proposals {value}"
 
 
 def _changes(problem: Problem) -> _Changes:

@@ -117,7 +117,7 @@ def microbatch_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         wanted = next(many for many in range(1, 10**6) if takes(parallel, many))
         tokens = wanted * ranks * budget.seq_len
         least = " or more" if parallel.schedule in SCHEDULES else " or a multiple"
-        allowed = f"budget.batch_tokens of {tokens}{least}, for {wanted} microbatches"
+        allowed = f"budget.batch_tokens of {tokens}{least}, in {wanted} microbatches"
         fix = f"--budget.batch-tokens {tokens}"
         if budget.microbatch_sequences > 1:
             fix += " --budget.microbatch-sequences 0"
@@ -273,7 +273,8 @@ def _split_backward(recipe: Recipe, parallel: Parallel) -> list[Problem]:
 
 def _rule(parallel: Parallel) -> str:
     if parallel.schedule not in SCHEDULES:
-        return f"{read_table(parallel.schedule).microbatches} microbatches"
+        many = read_table(parallel.schedule).microbatches
+        return f"{many} microbatch{'es' if many > 1 else ''}"
     if SCHEDULES[parallel.schedule].rule == "stages":
         return f"{parallel.stages} microbatches or more"
     return f"as many microbatches in each round of its {parallel.pp} ranks"
