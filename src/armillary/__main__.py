@@ -1,8 +1,21 @@
-"""`python -m armillary ...` and `torchrun -m armillary ...`."""
+"""`armillary ...`, `python -m armillary ...` and `torchrun -m armillary ...`."""
 
 import sys
 
-from armillary.cli.main import main
+
+def main() -> int:
+    """Runs the command line; whoever interrupts before it is loaded sees no traceback either."""
+    try:
+        from armillary.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        from armillary.foundation.errors import EXIT_INTERRUPTED
+        from armillary.foundation.tell import tell
+
+        tell("interrupted")
+        return EXIT_INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -247,3 +247,17 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
         out, err = capsys.readouterr()
         json.loads(out)
         assert err == ""
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_is_told_in_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from armillary.__main__ import main
+
+    class Loading(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "armillary.cli.main", Loading("armillary.cli.main"))
+    assert main() == 130
+    assert capsys.readouterr() == ("", "interrupted\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import sys
 import types
@@ -255,3 +256,17 @@ def test_sources_of_a_file_tell_when_it_changed(tmp_path: Path) -> None:
     second = Text(files=(str(file),)).sources()[0]
     assert first.stamp != second.stamp
     assert first.changed_ns <= second.changed_ns
+
+
+def test_a_pipe_is_passed_over_by_a_glob_and_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    glob = str(tmp_path / "*.txt")
+    with pytest.raises(UserError, match="matches no file"):
+        Text(files=(glob,)).sources()
+    (tmp_path / "plain.txt").write_text("words")
+    assert read(Text(files=(glob,))) == [("plain.txt", "words")]
+    with pytest.raises(UserError, match=r"pipe\.txt' is a pipe, a socket or a device"):
+        Text(files=(str(tmp_path / "pipe.txt"),)).sources()
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(UserError, match=r"holds no \.py file"):
+        StandardLibrary(folder=str(tmp_path)).sources()

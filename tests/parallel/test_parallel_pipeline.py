@@ -22,6 +22,9 @@ TABLE = """0F0,0F1,,0B0,0F2,0B1,0F3,0B2,0B3
 """
 """Four microbatches on two ranks, one of them with a split backward pass."""
 
+BACKWARDS = "1F0,1F1,1B1,1B0\n0F0,0F1,0B0,0B1\n"
+"""The first stage on the last rank, and backward passes that cross on their way."""
+
 NAMES = (
     "GPipe",
     "1F1B",
@@ -54,9 +57,12 @@ def _one_process(tied: bool, compute: str = "float32", microbatches: int = 1) ->
 def test_every_schedule_gives_the_answer_of_one_process(tmp_path: Path) -> None:
     table = tmp_path / "own.csv"
     table.write_text(TABLE)
+    backwards = tmp_path / "backwards.csv"
+    backwards.write_text(BACKWARDS)
     cases = [_case(name, pp=2, tied=index % 2 == 0) for index, name in enumerate(NAMES)]
     cases += [
         _case(str(table), pp=2),
+        _case(str(backwards), pp=2, microbatches=2),
         _case("LoopedBFS", pp=2, stages_per_rank=3, microbatches=2),
         _case("1F1B", pp=2, stage_layers=(3, 5), recomputed=Selective()),
         _case("ZBVZeroBubble", pp=2, recomputed=Full()),

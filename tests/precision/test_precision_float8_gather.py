@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from armillary.checkpoint.state import gather_state, restore_training
 from armillary.checkpoint.store import CheckpointStore
 from armillary.data.batch import Batch
-from armillary.foundation.errors import UserError
 from armillary.models.layers.documents import Documents
 from armillary.models.llama import Llama
 from armillary.optim.adamw import AdamW
@@ -292,13 +291,3 @@ def test_other_recipes_have_no_one_form_to_send(recipe: type[LowPrecision]) -> N
     assert not WITH.problems() and not recipe().problems()
     (problem,) = recipe(float8_all_gather=True).problems()
     assert "more than one way" in problem.message
-
-
-def refused() -> str:
-    with pytest.raises(UserError) as caught:
-        Run(Case(parallel=Parallel(cpu_offload=True)), WITH)
-    return str(caught.value)
-
-
-def test_shards_on_the_host_are_refused() -> None:
-    assert all("cpu_offload" in message for message in run_ranks(refused, 2))

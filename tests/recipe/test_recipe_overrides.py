@@ -51,6 +51,8 @@ def override(text: str | list[str], base: Train = DEFAULT) -> Train:
         ("--stops.0 a,b --stops.1=c", Train(stops=("a,b", "c"))),
         (["--stops", '["a, b", "c"]'], Train(stops=("a, b", "c"))),
         (["--stops", ""], Train()),
+        (["--stops", "def "], Train(stops=("def ",))),
+        (["--stops", "a , b"], Train(stops=("a", "b"))),
         ("--window 3,5", Train(window=(3, 5))),
         ("--color blue --size 3", Train(color=Color.BLUE, size=3)),
         ("--speed 12", Train(speed=12)),

@@ -87,6 +87,11 @@ CASES = {
         2,
     ),
     "everything_of_the_mesh": ("--parallel.tp 3 --parallel.cp 3", 8),
+    "float8_from_the_host": (
+        "--parallel.cpu-offload true --precision.linears float8-tensorwise "
+        "--precision.linears.float8-all-gather true",
+        2,
+    ),
     "budget_of_memory": ("--activation-checkpoint memory-budget", 1),
     "compute_dtype": ("--precision.compute float16", 1),
     "numbers_out_of_range": (
@@ -144,6 +149,9 @@ def test_the_proposed_batch_is_legal(typed: str, world_size: int) -> None:
             "dp_shard": st.sampled_from([-1, 1, 2]),
             "context": st.sampled_from(["all-gather", "ring", "ulysses"]),
             "schedule": st.sampled_from([*SCHEDULES]),
+            "stages_per_rank": st.sampled_from([0, 0, 0, 1, 2, 3]),
+            "stage_layers": st.sampled_from([(), (), (), (3, 5), (8,), (4, 5)]),
+            "expert_tp": st.sampled_from([1, 1, 1, 2]),
         }
     ),
     st.sampled_from([1, 2, 4, 8, 12, 16]),
@@ -161,7 +169,8 @@ def test_a_recipe_without_problems_can_be_cut_and_what_is_proposed_helps(
     found = problems(recipe, world_size, data=False)
     typed = ["debug"]
     for field, value in parallel.items():
-        typed += [f"--parallel.{field}", str(value)]
+        written = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        typed += [f"--parallel.{field}", written]
     typed += [f"--budget.{name}={getattr(budget, name)}" for name in ("seq_len", "batch_tokens")]
     typed.append(f"--budget.microbatch_sequences={microbatch}")
     assert resolve(typed).recipe == recipe
@@ -196,3 +205,33 @@ def test_a_split_backward_pass_goes_with_experts_and_with_blocks_that_are_recomp
 def test_an_infinite_gradient_norm_means_no_clipping_and_an_infinite_order_the_largest() -> None:
     typed = ["--max-gradient-norm", "inf", "--gradient-norm-order", "inf"]
     assert problems(resolve(["debug", *typed]).recipe) == []
+
+
+def test_a_pipeline_alone_makes_its_own_microbatches() -> None:
+    for schedule in SCHEDULES:
+        recipe = resolve(["debug", "--parallel.pp", "2", "--parallel.schedule", schedule]).recipe
+        assert problems(recipe, 2) == [], schedule
+
+
+def test_what_cannot_be_split_is_changed_rather_than_the_mesh() -> None:
+    typed = ["debug-deepseek", "--model.predict-ahead", "--parallel.pp", "2", "--parallel.cp", "2"]
+    found = problems(resolve(typed).recipe, 4)
+    assert [problem.fix for problem in found] == ["--no-model.predict-ahead"] * 2
+    assert found[1].allowed == "--no-model.predict-ahead, or parallel.cp = 1"
+    assert problems(resolve([*typed, "--no-model.predict-ahead"]).recipe, 4) == []
+
+
+def test_too_few_ranks_are_asked_for_where_none_were_named() -> None:
+    recipe = resolve(["debug", "--parallel.tp", "2"]).recipe
+    (asked,) = problems(recipe, 1, more_ranks="--nproc")
+    assert asked.fix == "--nproc 2" and "needs 2 ranks, and there is 1" in asked.message
+    (given_one,) = problems(recipe, 1)
+    assert (given_one.allowed, given_one.fix) == ("on 1 rank: 1", "--parallel.tp 1")
+    beyond = resolve(["debug", "--parallel.tp", "16"]).recipe  # no number of ranks helps
+    assert "--nproc" not in str([each.fix for each in problems(beyond, 1, more_ranks="--nproc")])
+
+
+def test_layers_of_stages_are_those_of_the_model_without_a_pipeline_too() -> None:
+    for layers, wrong in (("8", 0), ("7", 1), ("3,5", 1), ("8,0", 1)):
+        typed = ["debug", "--parallel.stage-layers", layers]
+        assert len(problems(resolve(typed).recipe, 2)) == wrong, layers

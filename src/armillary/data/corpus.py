@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,12 +162,12 @@ def found_file(path: Path, root: Path) -> FoundFile:
     """Looks a file up; one that cannot be looked up gets an empty stamp and fails when read."""
     name = path.relative_to(root).as_posix()
     try:
-        stat = path.stat()
+        status = path.stat()
     except OSError:
         return FoundFile(name, path, 0, "", 0)
-    changed = max(stat.st_mtime_ns, stat.st_ctime_ns)
-    stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    return FoundFile(name, path, stat.st_size, stamp, changed)
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    return FoundFile(name, path, status.st_size, stamp, changed)
 
 
 def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
@@ -192,9 +193,9 @@ def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
         absolute = os.path.abspath(os.path.expanduser(pattern))  # noqa: PTH100, PTH111
         matches = [Path(match) for match in glob.glob(absolute, recursive=True)]  # noqa: PTH207
         named = not glob.has_magic(absolute)
-        files = [match for match in matches if named or not _would_block(match)]
+        files = [match for match in matches if named or not would_block(match)]
         files = [match for match in files if not match.is_dir()]
-        if named and files and _would_block(files[0]):
+        if named and files and would_block(files[0]):
             problems.append(_no_file(pattern))
         elif not files:
             problems.append(_no_match(pattern, Path(absolute)))
@@ -207,9 +208,13 @@ def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
     return sorted(found, key=lambda file: os.fsencode(file.name))
 
 
-def _would_block(path: Path) -> bool:
+def would_block(path: Path) -> bool:
     """Whether it is a pipe, a socket or a device; what cannot be looked up fails when read."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _no_file(pattern: str) -> Problem:

@@ -19,6 +19,7 @@ from armillary.data.corpus import (
     find_files,
     found_file,
     unreadable,
+    would_block,
 )
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError
@@ -40,9 +41,8 @@ class StandardLibrary(CorpusConfig):
         found: list[FoundFile] = []
         for folder, below, files in os.walk(root):
             below[:] = [name for name in below if name not in _NOT_THE_LIBRARY]
-            found += [
-                found_file(Path(folder, name), root) for name in files if name.endswith(".py")
-            ]
+            modules = [Path(folder, name) for name in files if name.endswith(".py")]
+            found += [found_file(path, root) for path in modules if not would_block(path)]
         if not found:
             raise UserError(
                 Problem(

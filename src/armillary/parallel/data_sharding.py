@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from armillary.foundation.errors import Problem, UserError
 from armillary.models.layers.linear import Linear
 from armillary.parallel.blocks import blocks_of, modules_around_blocks, tied_parameters
 from armillary.parallel.layout import Layouts, View, kept_tensor
@@ -83,9 +82,6 @@ def float8_gather(part: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> Fl
     """The weights of a sharded part that travel in 8 bits, or None; to `agree` before each use.
 
     Where shards are of one rank nothing travels, and the products round weights by themselves.
-
-    Raises:
-        UserError: shards are kept on the host, from where they cannot travel so.
     """
     modules = [
         module
@@ -96,14 +92,7 @@ def float8_gather(part: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> Fl
     ]
     if mesh.degree("fsdp") == 1 or not modules:
         return None
-    if mesh.parallel.cpu_offload:
-        raise UserError(
-            Problem(
-                "parallel.cpu_offload = true and precision.linears.float8_all_gather = true",
-                allowed="one of them",
-                fix="--precision.linears.float8-all-gather false",
-            )
-        )
+    assert not mesh.parallel.cpu_offload, "a recipe that has both is refused"
 
     def maximum(x: Tensor) -> Tensor:
         for axis in ("fsdp", "tp"):  # ranks of tp that hold the same weight agree already

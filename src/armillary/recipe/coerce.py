@@ -147,8 +147,10 @@ def _list(value: object, kind: Any, *, text: bool) -> tuple[Any, ...]:
                 value, text = tomllib.loads(f"list = {written}")["list"], False
             except tomllib.TOMLDecodeError:
                 raise Mismatch(describe(kind)) from None
-        else:
+        elif "," in written or element_of(kind, 0) is not str:
             value = [part.strip() for part in written.split(",")] if written else []
+        else:  # a single text keeps its spaces: a prompt may end in one
+            value = [value] if written else []
     if not isinstance(value, list | tuple):
         raise Mismatch(describe(kind))
     if not is_open_list(kind) and len(value) != len(typing.get_args(kind)):

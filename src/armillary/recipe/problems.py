@@ -12,7 +12,13 @@ from armillary.parallel.arrangement import divisors
 from armillary.parallel.config import Parallel
 from armillary.parallel.schedules import rows_at_once, takes
 from armillary.recipe.problems_followed import followed
-from armillary.recipe.problems_mesh import mesh_problems, microbatch_problems, rank_problems
+from armillary.recipe.problems_mesh import (
+    mesh_problems,
+    microbatch_problems,
+    rank_problems,
+    ranks_wanted,
+    too_few_ranks,
+)
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
@@ -39,16 +45,18 @@ def problems(
         data: also ask for what only a machine that reads the data needs, such as files that exist.
         more_ranks: the option that asks for more than 1 rank, where none was given.
     """
+    budgeted = not any(_ranges(recipe))
+    if more_ranks and world_size == 1 and budgeted and (wanted := ranks_wanted(recipe)) > 1:
+        few = too_few_ranks(recipe.parallel, wanted, more_ranks)
+        return [few, *problems(recipe, wanted, data=data)]
 
     def ask(changed: Recipe) -> list[Problem]:
         return _problems(changed, world_size, data=False)
 
-    return followed(recipe, _problems(recipe, world_size, data=data, more_ranks=more_ranks), ask)
+    return followed(recipe, _problems(recipe, world_size, data=data), ask)
 
 
-def _problems(
-    recipe: Recipe, world_size: int, *, data: bool, more_ranks: str = ""
-) -> list[Problem]:
+def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
     found = [*_ranges(recipe), *_sampling(recipe)]
     budget = recipe.budget
     countable = not any(problem.message.startswith("budget.") for problem in found)
@@ -60,12 +68,15 @@ def _problems(
     for part in parts:
         found += getattr(part, "problems", list)()
     found += _compiled_only(recipe)
+    found += _on_the_device(recipe)
     if countable and not no_length:
         found += recipe.schedule.problems(budget.total_steps)
         found += _beyond(recipe)
-    misfits = rank_problems(recipe, world_size, more_ranks)
+    misfits = (
+        rank_problems(recipe, world_size) if countable else recipe.parallel.problems(world_size)
+    )
     found += misfits
-    if countable and not _asks_for_more(misfits, more_ranks):
+    if countable:
         misplaced = mesh_problems(recipe, world_size)
         parallel = Parallel(dp_shard=1) if misfits else recipe.parallel.resolve(world_size)
         undealt = list(_batch(recipe, parallel))
@@ -77,11 +88,6 @@ def _problems(
         found += [problem for problem in _data(recipe) if problem not in found]
     told = "\n".join(problem.message for problem in found)
     return found + [problem for name, problem in _not_finite(recipe) if name not in told]
-
-
-def _asks_for_more(misfits: list[Problem], more_ranks: str) -> bool:
-    """Whether the number of ranks is what is wrong, so that nothing can be said of the rest."""
-    return bool(more_ranks) and any(more_ranks in (each.fix or "") for each in misfits)
 
 
 def _ranges(recipe: Recipe) -> Iterator[Problem]:
@@ -133,6 +139,18 @@ def _compiled_only(recipe: Recipe) -> Iterator[Problem]:
             "compile.enabled = false",
             "compile.enabled = true, or another way to checkpoint",
             "--compile.enabled",
+        )
+
+
+def _on_the_device(recipe: Recipe) -> Iterator[Problem]:
+    """What needs weights where they are computed with, not on the host."""
+    if recipe.parallel.cpu_offload and getattr(
+        recipe.precision.linears, "float8_all_gather", False
+    ):
+        yield Problem(
+            "parallel.cpu_offload = true and precision.linears.float8_all_gather = true",
+            "one of them",
+            "--precision.linears.float8-all-gather false",
         )
 
 

@@ -43,13 +43,13 @@ def followed(
         except UserError:
             return found
         more = {name: value for each in ask(changed) for name, value in _changes(each).items()}
-        news = {name: value for name, value in more.items() if told.get(name, "") != value}
+        news = {name: more[name] for name in more if (name, more[name]) not in told.items()}
         if not news:
             break
         for name, value in news.items():
             owners = [index for index, changes in enumerate(fixes) if name in changes]
             for index in owners or [first]:
-                if name in fixes[index] and value is not None:
+                if value is not None and name in _changes(found[index]):
                     corrected[index] = value
                 fixes[index][name] = value
                 touched.add(index)

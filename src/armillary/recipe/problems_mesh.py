@@ -28,41 +28,35 @@ _WHOLE_ROWS = {"all-gather": ("varlen",), "ring": ("flex", "varlen"), "ulysses":
 """By kind of context parallelism, the attention backends that need whole rows."""
 
 
-def rank_problems(recipe: Recipe, world_size: int, more_ranks: str = "") -> list[Problem]:
-    """What keeps the mesh from covering the ranks; proposes what the model allows too.
-
-    Args:
-        recipe: with any values.
-        world_size: ranks.
-        more_ranks: the option that asks for more than 1 rank, where none was given.
-    """
-    parallel = recipe.parallel
-    found = parallel.problems(world_size)
-    if not found:
-        return found
-    fixed = [degree for degree in parallel.degrees.values() if degree != -1]
-    needed = prod(fixed)
-    could_ask = more_ranks and needed > world_size == 1 and min(fixed) > 0
-    if could_ask and not parallel.problems(needed) and not mesh_problems(recipe, needed):
-        return [_too_few_ranks(parallel, needed, more_ranks)]
-    base = _readable(parallel, world_size)
+def rank_problems(recipe: Recipe, world_size: int) -> list[Problem]:
+    """What keeps the mesh from covering the ranks; proposes what the model allows too."""
+    base = _readable(recipe.parallel, world_size)
 
     def fits(axis: str, degree: int) -> bool:
         changes: dict[str, Any] = {axis: degree}
         return not any(_axis_faults(recipe, dataclasses.replace(base, **changes), axis))
 
-    return arrangement_problems(parallel, world_size, fits)
+    return arrangement_problems(recipe.parallel, world_size, fits)
 
 
-def _too_few_ranks(parallel: Parallel, needed: int, more_ranks: str) -> Problem:
+def ranks_wanted(recipe: Recipe) -> int:
+    """As few ranks as the degrees ask for; 1 if the model cannot be split so either."""
+    fixed = [degree for degree in recipe.parallel.degrees.values() if degree != -1]
+    wanted = prod(fixed) if min(fixed, default=1) > 0 else 1
+    if recipe.parallel.problems(wanted) or _faults(recipe, recipe.parallel.resolve(wanted)):
+        return 1
+    return wanted
+
+
+def too_few_ranks(parallel: Parallel, wanted: int, more_ranks: str) -> Problem:
+    """What is wrong with one rank, where the option `more_ranks` was not given."""
     written = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
-    need = "needs" if len(written) == 1 else "need"
+    more = " or a multiple" if -1 in parallel.degrees.values() else ""
     return Problem(
         ", ".join(f"parallel.{axis} = {degree}" for axis, degree in written.items())
-        + f" {need} {count_of_ranks(needed)}, and there is 1",
-        allowed=f"{more_ranks} {needed}"
-        + (" or a multiple" if -1 in parallel.degrees.values() else ""),
-        fix=f"{more_ranks} {needed}",
+        + f" need{'s' if len(written) == 1 else ''} {wanted} ranks, and there is 1",
+        allowed=f"{more_ranks} {wanted}{more}",
+        fix=f"{more_ranks} {wanted}",
     )
 
 
