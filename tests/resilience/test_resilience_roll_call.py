@@ -103,3 +103,14 @@ def test_a_rank_gives_signs_of_life_while_it_is_entered() -> None:
     with RollCall(store, rank=1, world_size=2):
         assert store.beaten.wait(30)
     assert store.counts["armillary/alive/1"] >= 1
+
+
+def test_who_waits_in_a_collective_hears_the_finding_before_the_store_goes() -> None:
+    store = Remembered(2)
+    finder, waiting, *_ = calls(store, 4)
+    with waiting:
+        with pytest.raises(RunError, match="rank 2 is gone"), finder.naming_the_lost():
+            raise BROKEN
+        store.values = None  # type: ignore[assignment]  # the finder hosted it and has left
+        with pytest.raises(RunError, match="rank 2 is gone"), waiting.naming_the_lost():
+            raise BROKEN

@@ -20,6 +20,8 @@ _RANKS_PER_SECOND = 500
 """Signs of life that the store takes without strain."""
 _SILENT_PERIODS = 4
 """Without a sign of life for so long, a rank is lost."""
+_HEARING_PERIODS = 3
+"""After a finding, how long it takes until every rank has looked at the store once more."""
 _ASKERS = 8
 """Ranks that look for signs of life. Were ten thousand to look for ten thousand, the store would be
 busy for an hour; the others wait for the finding of these."""
@@ -70,6 +72,7 @@ class RollCall:
         self._store = store if world_size > 1 else None
         self._rank, self._world_size = rank, world_size
         self._period = period or max(1.0, world_size / _RANKS_PER_SECOND)
+        self._heard: list[int] | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="signs-of-life", daemon=True)
 
@@ -112,19 +115,20 @@ class RollCall:
     def lost(self) -> list[int]:
         """The ranks without a sign of life; rank 0 where the store itself went with it.
 
-        The first rank to ask leaves its finding for the others: it may be gone itself before they
-        come to ask.
+        The first rank to ask leaves its finding for the others, who hear of it between two signs of
+        life, whatever they wait in: it may be gone itself, and the store with it, before they come
+        to ask. So it also stays for as long as they need to hear.
         """
         store = self._store
         assert store is not None
         try:
-            if (found := _verdict(store)) is not None:
+            if (found := self._heard or _verdict(store)) is not None:
                 return found
             if store.add(_ASKED, 1) > _ASKERS:
                 return self._told(store)
             return self._look(store)
         except Exception:  # whatever a store makes of a host that does not answer
-            return [0]
+            return self._heard or [0]
 
     def _look(self, store: Store) -> list[int]:
         before = self._signs(store)
@@ -136,6 +140,7 @@ class RollCall:
         found = [rank for rank in others if after[rank] == before[rank]]
         if found:
             store.set(_VERDICT, " ".join(map(str, found)))
+            time.sleep(_HEARING_PERIODS * self._period)
         return found
 
     def _told(self, store: Store) -> list[int]:
@@ -154,6 +159,7 @@ class RollCall:
         while not self._leaving.is_set():
             try:
                 self._store.add(_key(self._rank), 1)
+                self._heard = _verdict(self._store)
             except Exception:  # the store is gone: a collective will tell
                 return
             self._leaving.wait(self._period)
