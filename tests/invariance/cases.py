@@ -86,9 +86,9 @@ def _one_process() -> dict[str, Case]:
 def _two() -> dict[str, Case]:
     tp2, fsdp2 = _mesh(tp=2), _mesh(dp_shard=2)
     cases = {
-        "ddp2": Case(world=2, leaves=_mesh(dp_replicate=2), fast=True),
+        "ddp2": Case(world=2, leaves=_mesh(dp_replicate=2)),
         "fsdp2": Case(world=2, leaves=fsdp2, fast=True),
-        "fsdp2-accumulated-4": Case(world=2, leaves=fsdp2 | TWO, fast=True),
+        "fsdp2-accumulated-4": Case(world=2, leaves=fsdp2 | TWO),
         "fsdp2-reduced-once": Case(
             world=2, leaves=fsdp2 | TWO | {"parallel.sync_every_microbatch": "false"}
         ),
@@ -167,7 +167,7 @@ def _two() -> dict[str, Case]:
         if name in ("interleaved-zero-bubble", "zbv", "dual-pipe-v"):
             cases[f"moe-pp2-{name}"] = Case(world=2, model="moe", leaves=leaves)
     for name, context in CONTEXTS.items():
-        fast = name in ("all-gather", "ring", "ulysses")
+        fast = name in ("ring", "ulysses")
         cases[f"cp2-{name}"] = Case(world=2, leaves=_mesh(cp=2) | context, fast=fast)
     for name, ac in CHECKPOINTING.items():
         cases[f"fsdp2-{name}"] = Case(world=2, leaves=fsdp2 | ac, fast=name == "full")
@@ -177,8 +177,8 @@ def _two() -> dict[str, Case]:
 
 def _four() -> dict[str, Case]:
     cases = {
-        "fsdp4": Case(world=4, leaves=_mesh(dp_shard=4), fast=True),
-        "hsdp2x2": Case(world=4, leaves=_mesh(dp_replicate=2, dp_shard=2), fast=True),
+        "fsdp4": Case(world=4, leaves=_mesh(dp_shard=4)),
+        "hsdp2x2": Case(world=4, leaves=_mesh(dp_replicate=2, dp_shard=2)),
         "tp4": Case(world=4, leaves=_mesh(tp=4), fast=True),
         "tp4-asynchronous": Case(
             world=4, leaves=_mesh(tp=4) | {"parallel.asynchronous_tp": "true"}

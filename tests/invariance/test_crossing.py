@@ -35,7 +35,7 @@ WORLDS = {
     world: [name for name, mesh in MESHES.items() if mesh.grid.world_size == world]
     for world in (4, 8)
 }
-ALWAYS = [("fsdp4", "pp2-tp2-fsdp2"), ("ep2-fsdp2", "tp2-fsdp2"), ("pp2-tp2-fsdp2", "cp2-fsdp2")]
+ALWAYS = [("ep2-fsdp2", "pp2-tp2-fsdp2"), ("pp2-tp2-fsdp2", "cp2-fsdp2")]
 """Crossings that are tried without --full too."""
 
 

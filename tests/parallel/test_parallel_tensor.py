@@ -173,6 +173,7 @@ def compare_compiled() -> dict[str, float]:
     return deviations
 
 
+@pytest.mark.full
 def test_a_compiled_block_is_one_graph_that_blocks_share_with_the_same_numbers() -> None:
     for deviations in run_ranks(compare_compiled, 2):
         assert max(deviations.values()) <= 1e-5, deviations
