@@ -96,7 +96,8 @@ def _table(measured: dict[str, Deviation]) -> list[str]:
     for name, found in measured.items():
         case = CASES[name]
         leaves = ", ".join(
-            f"{leaf.removeprefix('parallel.')} {value}" for leaf, value in case.leaves.items()
+            f"{leaf.removeprefix('parallel.')} {value.removeprefix(f'{Path(__file__).parent}/')}"
+            for leaf, value in case.leaves.items()
         )
         figures = (found.loss, found.gradient_norm, found.parameter_norm, found.validation)
         numbers = " | ".join("0" if value == 0 else f"{value:.0e}" for value in figures)
