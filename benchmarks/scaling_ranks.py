@@ -140,6 +140,7 @@ class Run:
         from armillary.precision import Precision
         from armillary.recipe.budget import Budget
         from armillary.recipe.recipe import Recipe
+        from armillary.resilience.guard import Detector
         from armillary.telemetry.timing import StepTimer
         from armillary.training.assembly import assemble
 
@@ -162,8 +163,9 @@ class Run:
         mine = tokens[own * self.mesh.data_rank :][:own]
         self.batches = [_batch(rows) for rows in mine.split(part)]
         self.recipe, self.taken = recipe, 0
-        self.samples, self.weights = (0, job.rows), recipe.task.weights(_batch(tokens))
+        self.weights = recipe.task.weights(_batch(tokens))
         self.timer = StepTimer(self.mesh.device)
+        self.detector = Detector(recipe.guard, self.mesh.device, agree=self.mesh.largest)
 
     def step(self) -> None:
         """One step of the trainer."""
@@ -175,8 +177,9 @@ class Run:
             self.batches,
             weights=self.weights,
             step=self.taken,
-            samples=self.samples,
             timer=self.timer,
+            detector=self.detector,
+            asks=True,
         )
 
 

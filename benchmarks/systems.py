@@ -89,6 +89,7 @@ def armillary(setting: Setting, _weights: dict[str, Tensor], *, compiled: bool =
     from armillary.kernels import tune_host_allocator
     from armillary.models.layers.documents import Documents
     from armillary.parallel.mesh import Mesh
+    from armillary.resilience.guard import Detector
     from armillary.telemetry.timing import StepTimer
     from armillary.training.assembly import assemble
     from armillary.training.step import optimizer_step
@@ -105,16 +106,22 @@ def armillary(setting: Setting, _weights: dict[str, Tensor], *, compiled: bool =
         sample_ids=tuple(range(setting.rows)),
     )
     weights = recipe.task.weights(batch)
-    timer = StepTimer(mesh.device)
+    timer, detector = StepTimer(mesh.device), Detector(recipe.guard, mesh.device)
     taken = 0
 
     def step() -> float:
         nonlocal taken
         taken += 1
-        result = optimizer_step(
-            assembly, [batch], weights=weights, step=taken, samples=(0, setting.rows), timer=timer
+        enqueued = optimizer_step(
+            assembly,
+            [batch],
+            weights=weights,
+            step=taken,
+            timer=timer,
+            detector=detector,
+            asks=True,
         )
-        return result.loss
+        return enqueued.result().health.loss
 
     return step
 

@@ -7,8 +7,11 @@ def main() -> int:
     """Runs the command line; whoever interrupts before it is loaded sees no traceback either."""
     try:
         from armillary.cli.main import main as run
+        from armillary.resilience.signals import ignore_stop_signals
 
-        return run()
+        code = run()
+        ignore_stop_signals()
+        return code
     except KeyboardInterrupt:
         from armillary.foundation.errors import EXIT_INTERRUPTED
         from armillary.foundation.tell import tell

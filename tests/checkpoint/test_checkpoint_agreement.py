@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -89,3 +90,41 @@ def test_one_process_agrees_with_itself_and_keeps_the_cause() -> None:
             way(fail)
         except Failure as failure:
             assert failure.__cause__ is mistake
+
+
+def wait_for_a_rank_that_never_comes() -> tuple[str, int]:
+    glances = 0
+
+    def find_it_lost() -> None:
+        nonlocal glances
+        glances += 1
+        if glances == 2:
+            raise RunError(Problem("rank 1 is gone"))
+
+    ranks = Ranks(find_it_lost)
+    if ranks.rank == 1:
+        return "", 0
+    try:
+        ranks.together(lambda: None)
+    except RunError as error:
+        return str(error), glances
+    raise AssertionError("it came")
+
+
+def test_a_wait_ends_when_the_rank_it_is_for_is_found_lost() -> None:
+    first, _ = run_ranks(wait_for_a_rank_that_never_comes, 2)
+    assert first == ("error: rank 1 is gone", 2)
+
+
+def slow_work() -> list[str]:
+    glances = []
+    with closing(Ranks(lambda: glances.append("glance"))) as ranks:
+        long = "x" * 10_000 * (ranks.rank + 1)
+        ranks.on_main(lambda: time.sleep(1.5))
+        assert [len(text) for text in ranks.together(lambda: long)] == [10_000, 20_000]
+        assert len(ranks.on_main(lambda: long)) == 10_000
+    return glances
+
+
+def test_one_that_waits_long_looks_about_and_then_goes_on() -> None:
+    assert run_ranks(slow_work, 2) == [[], ["glance"]]

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 import ranks
+from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.find import find_checkpoint
-from armillary.checkpoint.manifest import verify
-from armillary.checkpoint.retention import Shelf
+from armillary.checkpoint.places.local import LocalPlace
+from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.store import CheckpointStore
-from armillary.checkpoint.tensors import flatten, read_tensors
+from armillary.checkpoint.tensors import flatten, read_tensors, stored_tensors
+from armillary.checkpoint.verify import verify
 
 _CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
@@ -45,7 +47,7 @@ def write(folder: Path, steps: list[int], kill_at: int, report: Connection) -> N
     def tell(kind: str, fields: dict[str, Any]) -> None:
         report.send((fields.get("state"), fields["step"]))
 
-    store = CheckpointStore(folder, keep_last=2, asynchronous=False, on_event=tell)
+    store = CheckpointStore(folder, Checkpoint(asynchronous=False), tell)
     sys.addaudithook(count)
     for step in steps:
         store.save(step, state_of(step), {"tokens_total": step})
@@ -90,13 +92,15 @@ class Child:
 
 def prove(folder: Path, reported: list[tuple[str, int]], before: int) -> None:
     """All that is left is whole checkpoints, the newest at least as new as the newest durable."""
-    Shelf(folder, keep_last=2).clean()
-    assert [verify(path)["step"] for path in folder.iterdir()]
+    place = LocalPlace(folder)
+    place.clean()
+    assert [verify(place, name)["step"] for name in place.names()]
     newest = max([before, *(step for state, step in reported if state == "durable")])
-    found = find_checkpoint(folder, "auto")
+    found = find_checkpoint(place, "auto")
     assert found is not None and found.step >= newest, (found, reported)
     wanted = state_of(0)
-    read_tensors(found.path, flatten(wanted), None)
+    stored = stored_tensors(place, found.folder)
+    read_tensors(place, found.folder, flatten(wanted), Ranks(), stored)
     assert bool((wanted["model"]["weight"] == found.step).all())
 
 

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.find import find_checkpoint
+from armillary.checkpoint.places.local import LocalPlace
 from armillary.checkpoint.state import gather_state, restore_model, restore_training
 from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import RunError
@@ -66,6 +68,7 @@ def train_and_save(folder: Path) -> Full:
             step(model, optimizer)
         saved = full(model, optimizer)
         store.save(3, gather_state(model, [optimizer]), {"tokens_total": 21}, f"r{rank}".encode())
+        store.wait_until_staged()
         step(model, optimizer)  # the staged copy does not follow
         store.wait(raise_failure=True)
     states = [fields["state"] for _, fields in events]
@@ -85,7 +88,7 @@ def resume_and_save(source: Path, target: Path | None, replicas: int = 1) -> tup
     for name, tensor in gather_state(alone)["model"].items():
         assert torch.equal(whole(tensor), whole(gather_state(model)["model"][name])), name
     if target is not None:
-        with CheckpointStore(target, asynchronous=False) as store:
+        with CheckpointStore(target, Checkpoint(asynchronous=False)) as store:
             store.save(3, gather_state(model, [optimizer]), {"tokens_total": 21}, b"again")
     return full(model, optimizer), rng
 
@@ -116,11 +119,11 @@ def fail_on_rank_1(folder: Path) -> list[str]:
     with CheckpointStore(folder, on_stage=fail) as store:
         store.save(1, gather_state(model, [optimizer]), {})
         store.wait()
-        for number, stage in enumerate(("tensors", "rng", "checksums"), start=2):
+        for number, stage in enumerate(("tensors", "rng"), start=2):
             failing = stage
             store.save(number, gather_state(model, [optimizer]), {})
             try:
-                store.wait(raise_failure=True)
+                store.wait(raise_failure=True, retry_seconds=0)
             except RunError as error:
                 heard.append(str(error))
         failing = ""
@@ -133,7 +136,7 @@ def fail_on_rank_1(folder: Path) -> list[str]:
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     first, second = run_ranks(fail_on_rank_1, 2, tmp_path)
-    assert first == second and len(first) == 3
+    assert first == second and len(first) == 2
     assert all("rank 1: OSError: [Errno 28] No space left on device" in text for text in first)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000009"]
-    assert find_checkpoint(tmp_path, "1") is not None
+    assert find_checkpoint(LocalPlace(tmp_path), "1") is not None

@@ -178,7 +178,8 @@ def test_the_command_line_that_main_was_given_is_what_ranks_are_started_with(
     started: list[object] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(
-        "armillary.launch.local.launch", lambda argv, nproc: started.append((argv, nproc)) or 75
+        "armillary.launch.local.launch",
+        lambda argv, nproc, **place: started.append((argv, nproc)) or 75,
     )
     typed = ["train", "debug", "--nproc", "2", "--run", "here", "--parallel.device", "cpu"]
     assert cli.main(typed) == 75

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.state import gather_state
 from armillary.checkpoint.store import CheckpointStore
 from armillary.cli.main import main
@@ -41,7 +42,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = replace(recipe, data=replace(recipe.data, tokenizer=Bytes()))
     (run / "recipe.toml").write_text(to_toml(recipe))
     save_tokenizer(ByteTokenizer(), run / "tokenizer")
-    with CheckpointStore(run / "checkpoints", keep_last=3, asynchronous=False) as store:
+    with CheckpointStore(run / "checkpoints", Checkpoint(keep_last=3, asynchronous=False)) as store:
         for step in (2, 4):
             store.save(step, gather_state(build(MODEL, seed=step)), {"step": step})
     return run
@@ -62,7 +63,7 @@ def test_a_run_loads_as_the_model_that_was_saved(run: Path) -> None:
         assert torch.equal(loaded, saved), name
     folder = run / "checkpoints" / "step-00000002"
     for older in (load_trained(run, step=2, device=CPU), load_trained(folder, device=CPU)):
-        assert older.checkpoint.path.samefile(folder)
+        assert Path(older.checkpoint.path).samefile(folder)
         assert torch.equal(older.model.norm.weight, build(MODEL, seed=2).norm.weight)
     tokenizer = newest.tokenizer
     assert newest.encode("ab") == [tokenizer.bos_id, *tokenizer.encode("ab")]
@@ -75,7 +76,7 @@ def test_a_run_with_experts_loads_with_its_selection_biases(tmp_path: Path) -> N
     (run / "recipe.toml").write_text(to_toml(replace(recipe, data=Data(tokenizer=Bytes()))))
     save_tokenizer(ByteTokenizer(), run / "tokenizer")
     saved = build_moe(recipe.model)
-    with CheckpointStore(run / "checkpoints", asynchronous=False) as store:
+    with CheckpointStore(run / "checkpoints", Checkpoint(asynchronous=False)) as store:
         store.save(1, gather_state(saved), {"step": 1})
     model = load_trained(run, device=CPU).model
     for name, tensor in saved.state_dict().items():

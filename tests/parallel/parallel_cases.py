@@ -151,7 +151,7 @@ def _trace(case: Case) -> Trace:
         with nothing_pickled():
             loss = model.forward_backward(NextToken(), microbatches)
             losses.append(float(model.mesh.sum_over(loss, LOSS_AXES)) / weight)
-            statistics = model.end_step()
+            statistics = model.statistics(model.end_step().tolist())
         model.eval().evaluate(NextToken(), microbatches[0])  # leaves nothing behind
         model.train()
     norm = float(scale_and_clip(model, weight, math.inf))

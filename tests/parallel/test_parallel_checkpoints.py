@@ -104,11 +104,12 @@ def write(folder: Path, case: Case) -> Written:
         store.save(
             2, gather_state(run.model, run.optimizers.optimizers), {"tokens_total": 1, "cursor": 2}
         )
+        store.wait_until_staged()
         loss = run.step()  # the staged copy does not follow
         store.wait(raise_failure=True)
     if run.model.mesh.is_main:
         staged = [fields["bytes"] for fields in events if fields["state"] == "staged"]
-        assert staged == [logical_bytes(stored_tensors(folder / "step-00000002"))], "of all stages"
+        assert staged == [logical_bytes(stored_tensors(store.place, "step-00000002"))], "of all stages"
     return digests, loss
 
 

@@ -66,7 +66,33 @@ def test_another_kind_of_layer_is_called_at_the_end_of_a_step_and_not_counted_tw
         [decoder], layouts=Layouts(), mesh=mesh, whole=whole, executor=cast(Any, None)
     )
     assert whole.statistics == ("rows_seen", *STATISTICS)
-    figures = model.end_step()
+    figures = model.statistics(model.end_step().tolist())
     assert tuple(figures) == whole.statistics
     assert figures["rows_seen"] == B
-    assert model.end_step()["rows_seen"] == 0
+    assert model.statistics(model.end_step().tolist())["rows_seen"] == 0
+
+
+def test_a_skipped_step_drops_its_counts_and_moves_no_bias() -> None:
+    layer = moe()
+    decoder: Any = torch.nn.Module()
+    decoder.layers = torch.nn.ModuleDict({"0": layer})
+    decoder.initializers = dict
+    mesh = Mesh.create(Parallel(), torch.device("cpu"))
+    model = ParallelModel(
+        [decoder],
+        layouts=Layouts(),
+        mesh=mesh,
+        whole=WholeModel.of(decoder),
+        executor=cast(Any, None),
+    )
+
+    def biases_after(skipped: bool) -> list[torch.Tensor]:
+        layer(torch.randn(B, S, D)).sum().backward()
+        model.end_step(torch.tensor(skipped))
+        return [buffer.clone() for buffer in layer.buffers()]
+
+    before = biases_after(False)
+    assert any(bias.abs().sum() > 0 for bias in before)
+    assert all(map(torch.equal, before, biases_after(True)))
+    after = biases_after(False)
+    assert not all(map(torch.equal, before, after)), "nothing moves any more"

@@ -1,10 +1,9 @@
-"""One run at a time in a folder, and room in it."""
+"""One run at a time in a folder."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from armillary.foundation.errors import UserError
 from armillary.resilience import claim as claim_module
-from armillary.resilience.claim import check_space, claim_run
+from armillary.resilience.claim import claim_checkpoints, claim_run
 
 _HOLDER = (
     "import sys\nfrom pathlib import Path\n"
@@ -86,15 +85,15 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_the_reason(
         with monkeypatch.context() as patch:
             patch.setattr(claim_module, "write_atomically", refuse(number))
             with pytest.raises(UserError, match=words):
-                check_space(tmp_path, 1)
-            with pytest.raises(UserError, match=words):
                 claim_run(tmp_path / "run")
     claim_run(tmp_path / "run").release()  # what failed half-way has not kept the lock
 
 
-def test_too_little_room_is_found_before_the_work_starts(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    check_space(tmp_path / "new", 1)
-    assert list((tmp_path / "new").iterdir()) == []
-    with pytest.raises(UserError, match=r"has .*B free, but this run needs about .*B"):
-        check_space(tmp_path, 2 * free + 10**9)
+def test_a_folder_of_checkpoints_elsewhere_is_held_by_one_run_whatever_it_holds(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "step-00000010").mkdir()
+    words = rf"(?s)checkpoints folder {tmp_path} is in use by process {os.getpid()}.*folder DIR"
+    with claim_checkpoints(tmp_path), pytest.raises(UserError, match=words):
+        claim_checkpoints(tmp_path)
+    claim_checkpoints(tmp_path).release()

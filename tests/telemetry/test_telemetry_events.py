@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import telemetry_examples as examples
 from armillary.foundation.errors import RunError
 from armillary.telemetry import schema
-from armillary.telemetry.events import EventLog, cut_torn_tail, read_events
+from armillary.telemetry.events import EventLog, read_events
+from armillary.telemetry.line_file import LineFile, cut_torn_tail
 from armillary.telemetry.schema import checked_event
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -109,28 +110,106 @@ def test_rubbish_after_the_last_event_is_cut(tmp_path, tail):
     assert cut_torn_tail(path) == len(tail)
 
 
-def test_a_full_disk_loses_no_event_and_stops_nothing(tmp_path, monkeypatch):
-    real, room = os.write, 700
+class FailingDisk:
+    """Takes so many more bytes, then fails, until it is given more room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, number: int) -> None:
+        self.room, self._number, self._real = room, number, os.write
+        monkeypatch.setattr(os, "write", self._write)
+
+    def _write(self, descriptor: int, data: bytes) -> int:
+        if self.room == 0:
+            raise OSError(self._number, os.strerror(self._number))
+        written = self._real(descriptor, bytes(data)[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_loses_no_event_and_stops_nothing(tmp_path, monkeypatch, number):
     sink = Recorder()
     path = tmp_path / "events.jsonl"
     log = EventLog(path, sinks=[sink])
-
-    def write(descriptor: int, data: bytes) -> int:
-        nonlocal room
-        if room == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = real(descriptor, bytes(data)[:room])
-        room -= written
-        return written
-
-    monkeypatch.setattr(os, "write", write)
-    for number in range(1, 31):
-        log.emit("message", number, message="x" * 50)
-    assert len([event for event in sink.events if event["kind"] == "warning"]) == 1
-    room = 10**9
+    disk = FailingDisk(monkeypatch, 700, number)
+    for step in range(1, 31):
+        log.emit("message", step, message="x" * 50)
+    (told,) = [event for event in sink.events if event["kind"] == "warning"]
+    assert os.strerror(number) in told["message"]
+    disk.room = 10**9
     log.emit("message", 31, message="last")
     log.close()
-    assert [event["step"] for event in read_events(path)] == list(range(1, 32))
+    written = list(read_events(path))
+    assert [e["step"] for e in written if e["kind"] == "message"] == list(range(1, 32))
+    assert [e for e in written if e["kind"] == "warning"] == [told]
+    assert [e["step"] for e in written] == sorted(e["step"] for e in written)
+
+
+def test_a_log_whose_disk_comes_back_at_the_end_has_its_stop_event(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    disk = FailingDisk(monkeypatch, 10, errno.ENOSPC)
+    log.emit("stop", 4, reason="finished", exit_code=0)
+    assert list(read_events(path)) == []
+
+    def mend(_: float) -> None:
+        disk.room = 10**6
+
+    monkeypatch.setattr("time.sleep", mend)
+    log.close()
+    assert [event["kind"] for event in read_events(path)] == ["stop", "warning"]
+
+
+def test_a_log_whose_disk_never_comes_back_ends_with_words(tmp_path, monkeypatch, capsys):
+    log = EventLog(tmp_path / "events.jsonl", patience_seconds=0)
+    FailingDisk(monkeypatch, 0, errno.EROFS)
+    log.emit("message", 1, message="lost")
+    log.close()
+    told = capsys.readouterr().err
+    assert "2 events could not be written" in told and "Read-only file system" in told
+
+
+def test_a_mount_that_comes_back_is_opened_anew(tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    log = EventLog(path)
+    log.emit("message", 1, message="before")
+    path.parent.rename(tmp_path / "away")
+    os.close(log._file._descriptor)  # what a lost mount makes of it
+    log.emit("message", 2, message="meanwhile")
+    (tmp_path / "away").rename(path.parent)
+    log.emit("message", 3, message="after")
+    log.close()
+    events = list(read_events(path))
+    assert [e["step"] for e in events if e["kind"] == "message"] == [1, 2, 3]
+
+
+def test_what_waits_is_bounded_steps_go_first_and_are_counted(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log._file._room = 4000
+    disk = FailingDisk(monkeypatch, 5, errno.ENOSPC)
+    log.emit("message", 0, message="first, of which a part is written")
+    for step in range(1, 40):
+        log.emit("step", step, **examples.step(step))
+        if step % 10 == 0:
+            log.emit("validation", step, name="v", loss=1.0, bits_per_byte=1.0, tokens=1)
+    assert log._file._waiting_bytes <= 4000 + 600
+    disk.room = 10**6
+    log.emit("stop", 40, reason="finished", exit_code=0)
+    log.close()
+    events = list(read_events(path))
+    assert [e["step"] for e in events if e["kind"] == "validation"] == [10, 20, 30]
+    assert [e["kind"] for e in events if e["kind"] in ("message", "stop")] == ["message", "stop"]
+    kept = [e["step"] for e in events if e["kind"] == "step"]
+    assert kept == list(range(40 - len(kept), 40))
+    told = next(e["message"] for e in events if "missing" in e.get("message", ""))
+    assert told.startswith(f"{39 - len(kept)} events are missing")
+
+
+def test_a_line_longer_than_the_room_is_still_written(tmp_path):
+    file = LineFile(tmp_path / "log", room=10)
+    assert file.append(b'{"a": "' + b"x" * 100 + b'"}\n')
+    assert file.close(0) == 0
 
 
 @given(st.dictionaries(st.text(min_size=1), st.floats(allow_nan=False, allow_infinity=False)))

@@ -29,7 +29,7 @@ def test_the_phases_of_a_step_sum_to_it_and_the_next_starts_from_nothing():
         with timer.phase(name):
             clock.now += seconds
         clock.now += 0.0625
-    taken = timer.finish()
+    taken = timer.end().seconds()
     assert taken.fields() == {
         "step_seconds": 4.1875,
         "data_seconds": 0.75,
@@ -42,8 +42,8 @@ def test_the_phases_of_a_step_sum_to_it_and_the_next_starts_from_nothing():
     timer.restart()
     with timer.phase("checkpoint"):
         clock.now += 1.0
-    assert timer.finish().fields()["checkpoint_seconds"] == 1.0
-    assert timer.finish().step == 0.0
+    assert timer.end().seconds().fields()["checkpoint_seconds"] == 1.0
+    assert timer.end().seconds().step == 0.0
 
 
 def test_a_phase_that_raises_is_ended_and_phases_do_not_nest():
@@ -57,7 +57,7 @@ def test_a_phase_that_raises_is_ended_and_phases_do_not_nest():
         pass
     with pytest.raises(AssertionError, match="no such phase"), timer.phase("lunch"):
         pass
-    assert timer.finish().data == 1.0
+    assert timer.end().seconds().data == 1.0
 
 
 def test_peak_memory_counts_what_was_held_and_given_back():

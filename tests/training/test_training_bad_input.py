@@ -61,7 +61,7 @@ def a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_damaged_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(folder, monkeypatch)
-    tensors = next((folder / "run" / "checkpoints" / "step-00000003").glob("*.distcp"))
+    tensors = next((folder / "run" / "checkpoints" / "step-00000003").glob("*.safetensors"))
     content = bytearray(tensors.read_bytes())
     content[len(content) // 2] ^= 1
     tensors.write_bytes(content)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from armillary.checkpoint.retention import Shelf
+from armillary.checkpoint.places.local import LocalPlace
+from armillary.checkpoint.places.place import Draft
 from armillary.foundation.errors import UserError
 from armillary.recipe.budget import Sampling
 from armillary.recipe.recipe import Recipe
@@ -46,7 +47,7 @@ def run(recipe: Recipe, folder: Path, resume: str = "auto") -> int:
 
 def stopped_at(step: int, act: Callable[[], int]) -> None:
     """Does `act`, in which a run is asked to stop once it has taken that many steps."""
-    original = Session._step
+    original = Session._take
 
     def stepping(self: Session, *mine: Any) -> None:
         if self.position.step == step:
@@ -54,7 +55,7 @@ def stopped_at(step: int, act: Callable[[], int]) -> None:
         original(self, *mine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_step", stepping)
+        patch.setattr(Session, "_take", stepping)
         assert act() == 75
 
 
@@ -119,7 +120,7 @@ def test_a_followed_request_whose_checkpoints_are_damaged_is_followed_again(
 ) -> None:
     folder = tmp_path / "run"
     stopped_at(6, lambda: run(recipe, folder, "never"))
-    for tensors in (folder / "checkpoints").glob("*/*.distcp"):
+    for tensors in (folder / "checkpoints").glob("*/*.safetensors"):
         tensors.write_bytes(b"")
     assert run(recipe, folder, "never") == 0
     assert origins(folder) == [None, None]
@@ -150,15 +151,15 @@ def test_room_is_asked_for_what_is_not_there_yet_and_before_the_data_is_read(
 def test_a_save_that_failed_is_tried_again_when_the_run_ends(
     ending: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, failed = Shelf.open_temporary, []
+    original, failed = LocalPlace.begin, []
 
-    def fail_once(self: Shelf, step: int) -> Path:
-        if step == 8 and not failed:
-            failed.append(step)
+    def fail_once(self: LocalPlace, final: str) -> Draft:
+        if final == "step-00000008" and not failed:
+            failed.append(final)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(self, step)
+        return original(self, final)
 
-    monkeypatch.setattr(Shelf, "open_temporary", fail_once)
+    monkeypatch.setattr(LocalPlace, "begin", fail_once)
     folder = tmp_path / "run"
     if ending == "finished":
         assert run(replace(recipe, budget=replace(recipe.budget, steps=8)), folder) == 0

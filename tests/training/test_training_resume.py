@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from armillary.checkpoint.manifest import read_manifest
+from armillary.checkpoint.places.open import open_place
 from armillary.foundation.errors import UserError
 from armillary.parallel.config import Parallel
 from armillary.recipe.recipe import Recipe
@@ -87,8 +88,8 @@ class Running:
 
 def state_of(run: Path, step: int, *names: str) -> dict[str, str]:
     """Checksums of the files that hold a checkpoint's tensors, numbers and random states."""
-    files = read_manifest(run / "checkpoints" / f"step-{step:08d}")["files"]
-    names = names or ("*.distcp", "state.json", "rng-*.json")
+    files = read_manifest(open_place(run / "checkpoints"), f"step-{step:08d}")["files"]
+    names = names or ("*.safetensors", "state.json", "rng-*.json")
     return {
         name: entry["sha256"]
         for name, entry in files.items()
@@ -131,7 +132,7 @@ def test_interrupted_runs_equal_an_uninterrupted_one_bit_for_bit(
     assert len(found) > STEPS, "the kill cost no step"
     for step in found:  # also those that a kill made the run repeat
         assert step == oracle[step["step"]]
-    exact = ("*.distcp", "*.json")  # tensors, position, and the random states of each rank
+    exact = ("*.safetensors", "*.json")  # tensors, position, and the random states of each rank
     assert state_of(broken, STEPS, *exact) == state_of(whole, STEPS, *exact)
     _, resumed, again = events_of(broken, "start")
     assert resumed["resumed_from"] == stopped_at
@@ -141,7 +142,7 @@ def test_interrupted_runs_equal_an_uninterrupted_one_bit_for_bit(
 
 def stop_after(recipe: Recipe, folder: Path, step: int, resume: str = "auto") -> None:
     """Trains a longer run up to `step`, where it is asked to stop; it saves and ends."""
-    original = Session._step
+    original = Session._take
 
     def stepping(self: Session, *args: Any, **keywords: Any) -> None:
         if self.position.step == step:
@@ -149,7 +150,7 @@ def stop_after(recipe: Recipe, folder: Path, step: int, resume: str = "auto") ->
         original(self, *args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_step", stepping)
+        patch.setattr(Session, "_take", stepping)
         assert train(recipe, name="tiny", folder=folder, resume=resume) == 75
 
 

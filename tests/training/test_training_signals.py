@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from armillary.checkpoint.places.local import LocalPlace
 from armillary.cli.main import main
 from armillary.recipe.budget import Sampling, Validation
 from armillary.recipe.recipe import Recipe
@@ -25,7 +27,7 @@ HELD_OUT = ("name", "step", "loss", "bits_per_byte", "tokens")
 
 
 def recipe_in(folder: Path) -> Recipe:
-    """Looks at held-out text and checkpoints on the way, some text at the end."""
+    """Looks at held-out text and checkpoints on the way, a yardstick and some text at the end."""
     recipe = accumulating(tiny_recipe(folder, steps=STEPS), 2)
     return replace(
         recipe,
@@ -89,10 +91,12 @@ def is_final(dataset: Any, *_: object) -> bool:
     return bool(dataset.n_rows > 12)
 
 
-PLACES: dict[str, tuple[str, int, Callable[..., bool] | None, int]] = {
-    "reading the corpus": ("armillary.data.build:scan_piece", 1, None, 0),
-    "encoding the corpus": ("armillary.data.build:encode_piece", 1, None, 0),
+PLACES: dict[str, tuple[str, int, Callable[..., bool] | None, int | None]] = {
+    "reading the corpus": ("armillary.data.build:scan_piece", 1, None, None),
+    "learning the vocabulary": ("armillary.data.build:load_tokenizer", 1, None, None),
+    "encoding the corpus": ("armillary.data.build:encode_piece", 1, None, None),
     "building the model": ("armillary.training.train:assemble", 1, None, 0),
+    "the first step": ("armillary.parallel.model:ParallelModel.forward_backward", 1, None, 1),
     "a look at held-out text": (
         "armillary.data.dataset:ValidationDataset.batch",
         2,
@@ -100,9 +104,10 @@ PLACES: dict[str, tuple[str, int, Callable[..., bool] | None, int]] = {
         4,
     ),
     "handing over a checkpoint": ("armillary.training.session:gather_state", 1, None, 3),
-    "writing a checkpoint": ("armillary.checkpoint.store:describe_files", 1, None, 3),
-    "the last checkpoint": ("armillary.checkpoint.store:describe_files", 3, None, 9),
+    "writing a checkpoint": ("armillary.checkpoint.writing:Writer.write", 1, None, 3),
+    "the last checkpoint": ("armillary.checkpoint.writing:Writer.write", 3, None, 9),
     "the final scoring": ("armillary.data.dataset:ValidationDataset.batch", 2, is_final, 9),
+    "compressing": ("armillary.training.closing:measure_compressors", 1, None, 9),
     "writing text": ("armillary.inference.generate:choose", 2, None, 9),
 }
 
@@ -116,7 +121,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_completes_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     where, call, when, earliest = PLACES[place]
-    if earliest == 0:  # a corpus of its own, still to be read
+    if not earliest:  # a corpus of its own, still to be read
         write_corpus(tmp_path)
         (tmp_path / "recipe.toml").write_text(to_toml(recipe_in(tmp_path)))
     else:
@@ -126,12 +131,13 @@ def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_completes_it(
         assert train(tmp_path, "run") == 75
         assert came(), place
 
-    if earliest == 0:
+    if earliest is None:
         assert not (tmp_path / "run" / "events.jsonl").exists()
         assert capsys.readouterr().err == WORDS + "\n"
     else:
         stop = events_of(tmp_path / "run")[-1]
         assert (stop["kind"], stop["reason"], stop["exit_code"]) == ("stop", WORDS, 75)
+        assert 0 <= stop["seconds_from_signal"] <= stop["seconds"]
         assert earliest <= stop["step"] <= min(earliest + 2, STEPS)
         saved = tmp_path / "run" / "checkpoints" / f"step-{stop['step']:08d}" / "manifest.json"
         assert saved.exists()
@@ -149,6 +155,7 @@ class Finder:
         if name == "torch":
             os.kill(os.getpid(), signal.SIGTERM)
 sys.meta_path.insert(0, Finder())
+from armillary.checkpoint.places.local import LocalPlace
 from armillary.cli.main import main
 assert "torch" not in sys.modules
 sys.exit(main(sys.argv[1:]))
@@ -161,3 +168,68 @@ def test_signals_are_heard_while_torch_is_imported(whole: Path, tmp_path: Path) 
         [sys.executable, "-c", DURING_THE_IMPORT, *options], capture_output=True, text=True
     )
     assert (made.returncode, made.stdout, made.stderr) == (75, "", WORDS + "\n")
+
+
+def failing_disk(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """A disk that is full when the state after the fourth step is written, so many times."""
+    original, left = LocalPlace.write, times
+
+    def write(self: LocalPlace, name: str, chunks: Any) -> Any:
+        nonlocal left
+        if "step-00000004" in name and left > 0:
+            left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, name, chunks)
+
+    monkeypatch.setattr(LocalPlace, "write", write)
+
+
+def stop_in_the_fourth_step(whole: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    (run.parent / "recipe.toml").write_bytes((whole / "recipe.toml").read_bytes())
+    signal_at(monkeypatch, "armillary.parallel.model:ParallelModel.forward_backward", 4)
+    return train(run.parent, run.name)
+
+
+def test_a_stop_insists_on_its_save_for_a_while(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_disk(monkeypatch, times=1)
+    assert stop_in_the_fourth_step(whole, tmp_path / "run", monkeypatch) == 75
+    saves = [(e["step"], e["state"]) for e in events_of(tmp_path / "run", "checkpoint")]
+    assert saves[-3:] == [(4, "staged"), (4, "failed"), (4, "durable")]
+
+
+def test_a_stop_whose_save_fails_to_the_end_says_what_is_safe(
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("armillary.training.session.STOP_GRACE_SECONDS", 0.5)
+    failing_disk(monkeypatch, times=10**6)
+    assert stop_in_the_fourth_step(whole, tmp_path / "run", monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "newest durable: step 3" in said
+    error, stop = events_of(tmp_path / "run")[-2:]
+    assert (error["kind"], stop["kind"]) == ("error", "stop")
+    assert (stop["reason"], stop["exit_code"]) == ("failed", 1)
+    assert stop["seconds_from_signal"] >= 0.5
+    monkeypatch.undo()
+    assert train(tmp_path, "run") == 0
+    assert events_of(tmp_path / "run", "start")[-1]["resumed_from"] == 3
+
+
+def test_a_checkpoint_that_is_being_read_is_left_as_it_is(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_in_the_fourth_step(whole, tmp_path / "run", monkeypatch)
+    monkeypatch.undo()
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    with monkeypatch.context() as patches:
+        came = signal_at(patches, "armillary.checkpoint.tensors.read:_groups", 1)
+        patches.setattr("armillary.training.train._Run._settle", lambda *_: pytest.fail("loaded"))
+        assert train(tmp_path, "run") == 75
+        assert came()
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+    assert train(tmp_path, "run") == 0
+    assert steps_of(tmp_path / "run") == steps_of(whole / "whole")

@@ -9,28 +9,43 @@ from typing import Any
 from armillary.checkpoint.manifest import (
     MANIFEST_NAME,
     Unverified,
-    step_folders,
+    data_prefix,
     step_name,
+    step_names,
     step_of,
-    verify,
 )
+from armillary.checkpoint.places.open import is_remote, open_place
+from armillary.checkpoint.places.place import Place
+from armillary.checkpoint.verify import verify
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.progress import Progress
-from armillary.foundation.run_folder import CHECKPOINTS_FOLDER
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, checkpoints_address
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A checkpoint whose every file was read and matched."""
 
-    path: Path
-    """Its folder."""
+    place: Place
+    """The folder of checkpoints that it lies in."""
+    name: str
+    """Its name there."""
     step: int
     """Optimizer steps it has behind it."""
     manifest: dict[str, Any]
     """Its manifest; see `manifest`."""
     reasons: list[str]
     """Why this one: one line for it, after one for every newer one that was skipped."""
+
+    @property
+    def path(self) -> str:
+        """Where it is, for people."""
+        return path_of(self.place, self.name)
+
+    @property
+    def folder(self) -> str:
+        """Name, in its place, of the folder that its files lie in."""
+        return f"{self.name}/{data_prefix(self.manifest)}".rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +63,19 @@ class Words:
 _RESUME = Words()
 
 
+def path_of(place: Place, name: str) -> str:
+    """Where a checkpoint is, for people."""
+    return f"{place.address.rstrip('/')}/{name}"
+
+
 def find_checkpoint(
-    folder: Path, resume: str, progress: Progress | None = None, words: Words = _RESUME
+    place: Place, resume: str, progress: Progress | None = None, words: Words = _RESUME
 ) -> Found | None:
-    """Resolves `--resume`, or what `words` call it, for a run whose checkpoints are in `folder`.
+    """Resolves `--resume`, or what `words` call it, for a run whose checkpoints are in `place`.
 
     `auto`: the newest that verifies, None when there is none yet. `never`: None. Digits: that step
-    of this run. Anything else is a path to a checkpoint, a run, or a `checkpoints` folder.
+    of this run. Anything else is the path or address of a checkpoint, a run, or a folder of
+    checkpoints.
 
     Raises:
         UserError: the one asked for is missing or damaged, or `auto` sees only damaged ones
@@ -63,26 +84,62 @@ def find_checkpoint(
     if resume == "never":
         return None
     if resume == "auto":
-        return _newest(folder, progress, words)
+        return _newest(place, progress, words)
     if resume.isascii() and resume.isdigit():
-        return _by_step(folder, int(resume), progress, words)
-    return _by_path(Path(resume).expanduser(), progress, words)
+        return _by_step(place, int(resume), progress, words)
+    return _by_address(resume, progress, words)
 
 
-def _newest(folder: Path, progress: Progress | None, words: Words) -> Found | None:
+def open_checkpoints(address: str, asked: str = "") -> tuple[Place, str | None]:
+    """The place that an address belongs to, and the name of a checkpoint in it that it means.
+
+    The address is of a run, of a folder of checkpoints, or of one checkpoint (then with a name).
+
+    Raises:
+        UserError: there is no such folder; `asked` is what the message begins with.
+    """
+    asked = asked or address
+    if is_remote(address):
+        return _open_remote(address.rstrip("/"))
+    path = Path(address).expanduser()
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        allowed = "auto, never, a step number, or a path to a checkpoint or run folder"
+        raise UserError(Problem(f"{asked} {what}", allowed))
+    if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
+        path = path.absolute()
+        return open_place(path.parent), path.name
+    elsewhere = checkpoints_address(path)
+    if is_remote(elsewhere) or Path(elsewhere).is_dir():
+        return open_place(elsewhere), None
+    return open_place(path), None
+
+
+def _open_remote(address: str) -> tuple[Place, str | None]:
+    above, _, name = address.rpartition("/")
+    if step_of(name) is not None:
+        return open_place(above), name
+    place = open_place(address)
+    if CHECKPOINTS_FOLDER in place.folders():
+        place = open_place(f"{address}/{CHECKPOINTS_FOLDER}")
+    return place, None
+
+
+def _newest(place: Place, progress: Progress | None, words: Words) -> Found | None:
     skipped: list[str] = []
-    for step, path in step_folders(folder).items():
+    for step, name in step_names(place).items():
+        path = path_of(place, name)
         try:
-            manifest = verify(path, progress)
+            manifest = verify(place, name, progress)
         except Unverified as reason:
             skipped.append(f"skipped {path}: {reason}")
             continue
         chosen = f"resuming from {path}: the newest checkpoint that verifies"
-        return Found(path, step, manifest, [*skipped, chosen])
+        return Found(place, name, step, manifest, [*skipped, chosen])
     if skipped:  # also without a manifest: a folder gets its name only once it has one
         raise UserError(
             Problem(
-                f"no checkpoint in {folder} verifies: " + "; ".join(skipped),
+                f"no checkpoint in {place.address} verifies: " + "; ".join(skipped),
                 "at least one undamaged checkpoint, or none at all",
                 words.if_all_are_damaged,
             )
@@ -90,34 +147,30 @@ def _newest(folder: Path, progress: Progress | None, words: Words) -> Found | No
     return None
 
 
-def _by_step(folder: Path, step: int, progress: Progress | None, words: Words) -> Found:
-    folders = step_folders(folder)
+def _by_step(place: Place, step: int, progress: Progress | None, words: Words) -> Found:
+    named = step_names(place)
     asked = f"{words.option} {step}"
-    if step not in folders:
+    if step not in named:
         raise UserError(
             Problem(
-                f"{asked}: {folder} has no checkpoint of step {step}",
-                _available(folder),
+                f"{asked}: {place.address} has no checkpoint of step {step}",
+                _available(place),
                 f"{words.for_newest} takes the newest that verifies",
             )
         )
-    return _verified(folders[step], asked, progress, words)
+    return _verified(place, named[step], asked, progress, words)
 
 
-def _by_path(path: Path, progress: Progress | None, words: Words) -> Found:
-    asked = f"{words.option} {path}"
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        allowed = "auto, never, a step number, or a path to a checkpoint or run folder"
-        raise UserError(Problem(f"{asked} {what}", allowed))
-    if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
-        return _verified(path, asked, progress, words)
-    inner = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
-    found = _newest(inner, progress, words)
+def _by_address(address: str, progress: Progress | None, words: Words) -> Found:
+    asked = f"{words.option} {address}"
+    place, name = open_checkpoints(address, asked)
+    if name is not None:
+        return _verified(place, name, asked, progress, words)
+    found = _newest(place, progress, words)
     if found is None:
         raise UserError(
             Problem(
-                f"{asked}: no checkpoint in {inner}",
+                f"{asked}: no checkpoint in {place.address}",
                 f"a folder with {MANIFEST_NAME}, or a run folder with"
                 f" {CHECKPOINTS_FOLDER}/{step_name(20)} or the like",
             )
@@ -125,20 +178,23 @@ def _by_path(path: Path, progress: Progress | None, words: Words) -> Found:
     return found
 
 
-def _verified(path: Path, asked: str, progress: Progress | None, words: Words) -> Found:
+def _verified(
+    place: Place, name: str, asked: str, progress: Progress | None, words: Words
+) -> Found:
+    path = path_of(place, name)
     try:
-        manifest = verify(path, progress)
+        manifest = verify(place, name, progress)
     except Unverified as reason:
         raise UserError(
             Problem(
                 f"{asked}: {path} does not verify: {reason}",
-                _available(path.parent),
+                _available(place),
                 f"{words.for_newest} takes the newest that verifies",
             )
         ) from None
-    return Found(path, int(manifest["step"]), manifest, [f"resuming from {path}: {asked}"])
+    return Found(place, name, manifest["step"], manifest, [f"resuming from {path}: {asked}"])
 
 
-def _available(folder: Path) -> str:
-    steps = sorted(step_folders(folder))
+def _available(place: Place) -> str:
+    steps = sorted(step_names(place))
     return "steps " + ", ".join(map(str, steps)) if steps else "none there yet"

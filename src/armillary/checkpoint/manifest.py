@@ -1,35 +1,37 @@
 """What makes a folder a checkpoint: a manifest, written last, that every file agrees with.
 
 The manifest is one JSON object: `format`, `step`, `tokens_total`, `cursor`, `files` (relative path
--> `bytes`, `sha256`), `recipe_sha256`, `created`, `versions`, `provenance`, whatever else the
-caller gave, and `sha256` over all of that, so that a flipped bit in the manifest itself shows too.
-Imports no torch.
+-> `bytes`, `sha256`), `recipe_sha256`, `created`, `kind`, `scores`, `code`, `versions`,
+`provenance`, whatever else the caller gave, and `sha256` over all of that, so that a flipped bit in
+the manifest itself shows too. Whoever made a manifest, reading it ends in `Unverified` or in one
+whose fields are of the kinds in `_FIELDS`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
+import math
 import re
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
 from typing import Any
 
-from armillary.foundation.files import sha256_of
-from armillary.foundation.progress import NoProgress, Progress
+from armillary.checkpoint.code_version import code_version, library_versions
+from armillary.checkpoint.places.place import MANIFEST, Place, Written
+from armillary.foundation.strict_json import parse_json
 
-FORMAT = 1
-MANIFEST_NAME = "manifest.json"
+FORMAT = 2
+MANIFEST_NAME = MANIFEST
 STATE_NAME = "state.json"
+KINDS = ("kept", "permanent", "ephemeral", "final")
+"""What retention makes of a checkpoint: of the newest few, for good, until a newer one, the end."""
 
-_STEP_NAME = re.compile(r"step-(\d{8})")
+_STEP_NAME = re.compile(r"step-(\d{8})", re.ASCII)
+_FILE_NAME = re.compile(r"(?:(?!\.{1,2}/)[\w.-]{1,200}/){0,3}(?!\.{1,2}$)[\w.-]{1,200}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _OWN_FIELDS = ("format", "step", "files", "sha256")
+_LARGEST_MANIFEST = 256 * 2**20  # bytes: a million files
 
 
 class Unverified(Exception):
@@ -48,13 +50,9 @@ def step_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def step_folders(folder: Path) -> dict[int, Path]:
-    """Folders inside `folder` that are named like checkpoints, newest first, verified or not."""
-    try:
-        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    named = {step: entry for entry in entries if (step := step_of(entry.name)) is not None}
+def step_names(place: Place) -> dict[int, str]:
+    """Folders in a place that are named like checkpoints, newest first, verified or not."""
+    named = {step: name for name in place.folders() if (step := step_of(name)) is not None}
     return dict(sorted(named.items(), reverse=True))
 
 
@@ -63,29 +61,16 @@ def rng_name(rank: int) -> str:
     return f"rng-{rank:05d}.json"
 
 
-def list_files(folder: Path) -> list[str]:
-    """Relative paths of all files below `folder`, sorted."""
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-
-
-def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """`files` entries (bytes, sha256) of some files of a folder; hashes in threads."""
-    names = list(names)
-    with ThreadPoolExecutor(max_workers=_hash_threads()) as pool:
-        digests = list(pool.map(lambda name: sha256_of(folder / name), names))
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest}
-        for name, digest in zip(names, digests, strict=True)
-    }
-
-
 def compose(
     step: int,
-    files: Mapping[str, Mapping[str, Any]],
+    files: Mapping[str, Written],
     scalars: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint; `given` adds fields or replaces defaults, never our own."""
+    """The manifest of a checkpoint; `given` adds fields or replaces defaults, never our own.
+
+    A score that is not finite is left out: it is nobody's best.
+    """
     taken = [name for name in _OWN_FIELDS if name in given]
     assert not taken, f"the store writes these manifest fields itself: {taken}"
     manifest: dict[str, Any] = {
@@ -93,114 +78,140 @@ def compose(
         "step": step,
         "tokens_total": scalars.get("tokens_total"),
         "cursor": scalars.get("cursor"),
-        "files": {name: dict(files[name]) for name in sorted(files)},
+        "files": {
+            name: {"bytes": files[name].bytes, "sha256": files[name].sha256}
+            for name in sorted(files)
+        },
         "recipe_sha256": None,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "kind": "kept",
+        "code": code_version(),
+        "versions": library_versions(),
         "provenance": {"from": "scratch"},
         **given,
+        "scores": {n: s for n, s in given.get("scores", {}).items() if math.isfinite(s)},
     }
     manifest["sha256"] = _own_digest(manifest)
     return manifest
 
 
-def render(manifest: Mapping[str, Any]) -> str:
+def render(manifest: Mapping[str, Any]) -> bytes:
     """The manifest as it lies on disk."""
-    return json.dumps(manifest, indent=1) + "\n"
+    return (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(place: Place, name: str) -> dict[str, Any]:
     """The manifest of a step folder, itself intact; the files it names are not looked at.
 
     Raises:
-        Unverified: absent, unreadable, damaged, of a newer format, or of another step.
+        Unverified: absent, unreadable, damaged, of another format, or of another step.
     """
     try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        data = place.read(f"{name}/{MANIFEST_NAME}", length=_LARGEST_MANIFEST + 1)
+    except (FileNotFoundError, NotADirectoryError):
         raise Unverified(f"no {MANIFEST_NAME}") from None
-    except (OSError, ValueError) as error:
-        raise Unverified(f"{MANIFEST_NAME} is unreadable ({error})") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise Unverified(f"{MANIFEST_NAME} is not a manifest")
-    if manifest.get("format") != FORMAT:
-        raise Unverified(f"format {manifest.get('format')!r}; this version reads {FORMAT}")
-    if manifest.get("sha256") != _own_digest(manifest):
-        raise Unverified(f"{MANIFEST_NAME} does not match its own checksum")
-    named = step_of(folder.name)
+    except OSError as error:
+        raise Unverified(f"{MANIFEST_NAME} is unreadable ({reason_of(error)})") from None
+    manifest = parse_manifest(data)
+    named = step_of(name.rpartition("/")[2])
     if named is not None and named != manifest["step"]:
         raise Unverified(f"the manifest is of step {manifest['step']}")
     return manifest
 
 
-def verify(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """The manifest of a step folder, after every file was read and matched.
+def parse_manifest(data: bytes) -> dict[str, Any]:
+    """The manifest that these bytes are, every field of the kind that readers count on.
 
     Raises:
-        Unverified: the first thing that is wrong.
+        Unverified: they are none, or one of another format.
     """
-    manifest = read_manifest(folder)
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    for name, entry in files.items():
-        _check_size(folder, name, entry)
-    total = sum(int(entry["bytes"]) for entry in files.values())
-    label = f"verifying {folder.name}"
-    with (
-        (progress or NoProgress()).task(label, total, "bytes") as advance,
-        ThreadPoolExecutor(max_workers=_hash_threads()) as pool,
-    ):
-        digests = pool.map(lambda name: _digest_or_reason(folder / name), files)
-        try:
-            for (name, entry), digest in zip(files.items(), digests, strict=True):
-                if digest != entry["sha256"]:
-                    wrong = digest if " " in digest else "does not match its checksum"
-                    raise Unverified(f"{name} {wrong}")
-                advance(int(entry["bytes"]))
-        finally:  # `advance` may raise too, when a stop was asked for
-            pool.shutdown(cancel_futures=True)
+    if len(data) > _LARGEST_MANIFEST:
+        raise Unverified(f"{MANIFEST_NAME} is too large to be one")
+    try:
+        manifest = parse_json(data)
+    except ValueError as error:
+        raise Unverified(f"{MANIFEST_NAME} is unreadable ({error})") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise Unverified(f"{MANIFEST_NAME} is not a manifest")
+    if manifest.get("format") != FORMAT:
+        raise Unverified(_of_another_format(manifest.get("format")))
+    if manifest.get("sha256") != _own_digest(manifest):
+        raise Unverified(f"{MANIFEST_NAME} does not match its own checksum")
+    for field, is_right in _FIELDS.items():
+        if field not in manifest or not is_right(manifest[field]):
+            raise Unverified(f"{MANIFEST_NAME} has no proper {field!r}")
+    for name, entry in manifest["files"].items():
+        _require_file_entry(name, entry)
+    data_prefix(manifest)
     return manifest
 
 
-def signature(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and modification times: equal while nobody has written to the folder."""
-    stats = ((name, (folder / name).stat()) for name in list_files(folder))
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+def data_prefix(manifest: Mapping[str, Any]) -> str:
+    """What the names of a checkpoint's files begin with: "", or the folder of the attempt.
+
+    Raises:
+        Unverified: there is no single one.
+    """
+    folders = {name.rpartition("/")[0] for name in manifest["files"]}
+    if len(folders) != 1:
+        raise Unverified(f"{MANIFEST_NAME} names files in {len(folders)} folders")
+    folder = folders.pop()
+    prefix = f"{folder}/" if folder else ""
+    if f"{prefix}{STATE_NAME}" not in manifest["files"]:
+        raise Unverified(f"{MANIFEST_NAME} names no {STATE_NAME}")
+    return prefix
 
 
-def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise Unverified(f"the manifest names a file outside the folder: {name}")
-    try:
-        size = (folder / name).stat().st_size
-    except OSError as error:
-        raise Unverified(f"{name} is missing ({error.strerror})") from None
-    if size != entry["bytes"]:
-        raise Unverified(f"{name} has {size} bytes instead of {entry['bytes']}")
+def reason_of(error: OSError) -> str:
+    """Why a file could not be read, in words."""
+    return error.strerror or str(error) or type(error).__name__
 
 
-def _digest_or_reason(path: Path) -> str:
-    try:
-        return sha256_of(path)
-    except OSError as error:
-        return f"is unreadable ({error.strerror})"
+def _of_another_format(found: object) -> str:
+    if found == 1:
+        return f"format 1, whose tensors lie in a pickle, is not read; this version reads {FORMAT}"
+    return f"format {found!r:.40}; this version reads {FORMAT}"
+
+
+def _require_file_entry(name: str, entry: object) -> None:
+    if name == MANIFEST_NAME or not _FILE_NAME.fullmatch(name):
+        raise Unverified(f"{MANIFEST_NAME} names a file outside the folder: {name[:80]!r}")
+    if (
+        not isinstance(entry, dict)
+        or not _is_count(entry.get("bytes"))
+        or not isinstance(entry.get("sha256"), str)
+        or not _SHA256.fullmatch(entry["sha256"])
+    ):
+        raise Unverified(f"{MANIFEST_NAME} has no bytes and sha256 of {name}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: _is_count(value) and value < 10**8,
+    "tokens_total": lambda value: value is None or _is_count(value),
+    "cursor": lambda value: True,
+    "recipe_sha256": _is_text_or_none,
+    "created": lambda value: isinstance(value, str),
+    "kind": lambda value: value in KINDS,
+    "scores": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "code": lambda value: isinstance(value, dict) and all(map(_is_text_or_none, value.values())),
+    "versions": lambda value: isinstance(value, dict),
+    "provenance": lambda value: isinstance(value, dict),
+}
+"""What every manifest has, and what it may be."""
 
 
 def _own_digest(manifest: Mapping[str, Any]) -> str:
     body = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_threads() -> int:
-    return min(8, os.cpu_count() or 1)
-
-
-@cache
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("armillary", "torch", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed as a package"
-    return versions

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from armillary.foundation.errors import ArmillaryError, Stopped
 
 T = TypeVar("T")
 
-# A rank may hash, write or build for long while the others wait; a dead peer is noticed at once.
+# A rank may write, read or build for long while the others wait; a peer that dies closes its
+# connection, which is noticed at once, and one whose host vanished is for `on_wait` to notice.
 _TIMEOUT = timedelta(hours=6)
+_GLANCE = timedelta(seconds=1)
 
 
 class Failure(Exception):
@@ -39,9 +44,14 @@ class Ranks:
     What `work` raises is raised on every rank, so that none waits for one that has left: errors
     meant for people and requests to stop as they are (the first rank's, of several), anything else
     as `Failure`.
+
+    Args:
+        on_wait: called about once a second while this rank waits for others, in its thread. What it
+            raises ends the wait, on this rank alone: it is for telling that a peer is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_wait: Callable[[], object] = lambda: None) -> None:
+        self._on_wait = on_wait
         self.distributed = dist.is_available() and dist.is_initialized()
         self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.distributed else None
         self.rank = dist.get_rank() if self.distributed else 0
@@ -56,8 +66,7 @@ class Ranks:
         own, cause = _attempt(work)
         results = [own]
         if self.distributed:
-            results = [own] * self.size
-            dist.all_gather_object(results, own, group=self.group)
+            results = self._gather(own)
         failed = {rank: r for rank, r in enumerate(results) if isinstance(r, _Raised)}
         if failed:
             raise _told(failed, name_ranks=self.size > 1) from cause
@@ -70,10 +79,7 @@ class Ranks:
             Failure: rank 0 failed.
         """
         own, cause = _attempt(work) if self.rank == 0 else (None, None)
-        box = [own]
-        if self.distributed:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        result = box[0]
+        result = self._from_main(own) if self.distributed else own
         if isinstance(result, _Raised):
             raise _told({0: result}, name_ranks=False) from cause
         return cast(T, result)
@@ -112,11 +118,58 @@ class Ranks:
         *totals, flags = both.tolist()
         return tuple(totals), bool(flags)
 
+    def _gather(self, own: T) -> list[T]:
+        """What each rank has, on all of them."""
+        mine = _as_bytes(own)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        size = torch.tensor([len(mine)])
+        self._finish(dist.all_gather(sizes, size, group=self.group, async_op=True))
+        longest = max(int(each) for each in sizes)
+        padded = torch.cat([mine, torch.zeros(longest - len(mine), dtype=torch.uint8)])
+        blocks = [torch.empty_like(padded) for _ in range(self.size)]
+        self._finish(dist.all_gather(blocks, padded, group=self.group, async_op=True))
+        return [_from_bytes(block[: int(size)]) for block, size in zip(blocks, sizes, strict=True)]
+
+    def _from_main(self, own: T) -> T:
+        """What rank 0 has, on all of them."""
+        data = _as_bytes(own)
+        size = torch.tensor([len(data)])
+        self._finish(dist.broadcast(size, src=0, group=self.group, async_op=True))
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._finish(dist.broadcast(data, src=0, group=self.group, async_op=True))
+        return cast(T, _from_bytes(data))
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective, a second at a time.
+
+        Gloo says in the same words that its own time is over and that a glance was; the former
+        comes at once, when the work has ended.
+        """
+        while True:
+            began = time.monotonic()
+            try:
+                work.wait(timeout=_GLANCE)
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() - began < _GLANCE.total_seconds() / 2:
+                    raise
+            self._on_wait()
+
     def close(self) -> None:
         """Gives the group back."""
         if self.distributed and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.distributed, self.group = False, None
+
+
+def _as_bytes(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    """Of our own ranks only, over the run's own connections."""
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | _Raised, Exception | None]:

@@ -1,140 +1,155 @@
-"""Which checkpoints stay, how they are published and how they go. Runs on rank 0; imports no torch.
-
-Every step here survives a kill: a folder is moved to a `.tmp-` name before it is taken apart, and
-a checkpoint that is replaced stays whole under a `.tmp-replaced-` name until its successor is in
-place.
-"""
+"""Which checkpoints stay. Runs on rank 0; imports no torch."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import uuid
-from pathlib import Path
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from armillary.checkpoint.manifest import (
-    Unverified,
-    read_manifest,
-    signature,
-    step_folders,
-    step_name,
-    verify,
-)
-from armillary.foundation.files import sync_folder
+from armillary.checkpoint.config import Checkpoint
+from armillary.checkpoint.find import path_of
+from armillary.checkpoint.manifest import Unverified, read_manifest, reason_of, step_names
+from armillary.checkpoint.places.place import Place
+from armillary.checkpoint.verify import verify
+from armillary.foundation.strict_json import parse_json
 
-_TEMPORARY = ".tmp-"
-_REPLACED = ".tmp-replaced-"
-_REMOVED = ".tmp-removed-"
-_ASIDE = "set-aside-"
-_LEFT_BEHIND = re.compile(r"\.tmp-(?:replaced-|removed-)?(?P<step>step-\d{8})-[0-9a-f]{12}")
+PINS_FILE = "pins.json"
+"""Beside the checkpoints: those that a person has asked to keep."""
 
-Signature = tuple[tuple[str, int, int], ...]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shelved:
+    """A checkpoint that lies there, by its manifest alone."""
+
+    step: int
+    name: str
+    manifest: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
 
 class Shelf:
-    """The folder that holds a run's checkpoints, as its only writer sees it."""
+    """The checkpoints of a run, as the one who may remove some sees them."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
-        assert keep_last >= 1, keep_last
-        self.folder = folder
-        self.keep_last = keep_last
-        self._proven: dict[Path, Signature] = {}
+    def __init__(self, place: Place, keep: Checkpoint) -> None:
+        self.place = place
+        self._keep = keep
+        self._proven: dict[str, tuple[object, ...]] = {}
 
-    def open_temporary(self, step: int) -> Path:
-        """A new, empty folder to write a checkpoint into."""
-        path = self.folder / f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:12]}"
-        path.mkdir(parents=True)
-        return path
+    def trust(self, name: str) -> None:
+        """Takes a checkpoint for verified that was just published, until somebody writes to it."""
+        self._proven[name] = self.place.signature(name)
 
-    def publish(self, temporary: Path, step: int) -> Path:
-        """Gives a complete folder its name; durable on return."""
-        final = self.folder / step_name(step)
-        replaced = self._move_aside(final) if final.exists() else None
-        try:
-            temporary.rename(final)
-        except BaseException:
-            if replaced is not None:
-                replaced.rename(final)
-            raise
-        sync_folder(self.folder)
-        self._proven[final] = signature(final)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
-        return final
+    def thin(self, just_written: int, *, dry_run: bool = False) -> list[Shelved]:
+        """Removes what nothing keeps; returns that.
 
-    def clean(self) -> list[Path]:
-        """Puts back what a dead writer had moved aside, and removes what it left unfinished."""
-        if not self.folder.is_dir():
-            return []
-        gone = []
-        for path in sorted(self.folder.glob(f"{_TEMPORARY}*")):
-            match = _LEFT_BEHIND.fullmatch(path.name)
-            if match is None:
-                continue
-            final = self.folder / match.group("step")
-            if path.name.startswith(_REPLACED) and not final.exists():
-                path.rename(final)
-                continue
-            shutil.rmtree(path, ignore_errors=True)
-            gone.append(path)
-        sync_folder(self.folder)
-        return gone
+        Kept are: those down to the last of the `keep_last` that verify, of which ephemeral ones
+        stay while nothing newer verifies; the `keep_best` with the best scores, of those that
+        verify; permanent ones; pinned ones; the one just written, even where higher steps lie
+        beside it. Foreign names and folders without an intact manifest are not ours to touch.
 
-    def thin(self, just_written: int) -> list[tuple[Path, int]]:
-        """Removes finished checkpoints older than the `keep_last` newest that verify.
-
-        A damaged one does not count. Foreign names and folders without an intact manifest are not
-        ours to touch, and the step just written stays even where higher steps lie beside it.
-        Returns the removed paths with their bytes.
+        Raises:
+            Unverified: the list of pins cannot be read, so nothing may go.
         """
-        verified = 0
-        removed = []
-        for step, path in step_folders(self.folder).items():
-            if verified < self.keep_last:
-                verified += self._verifies(path)
-                continue
-            if step == just_written:
-                continue
-            try:
-                manifest = read_manifest(path)
-            except Unverified:
-                continue
-            self._remove(path)
-            removed.append((path, sum(int(file["bytes"]) for file in manifest["files"].values())))
-        return removed
+        shelved = shelved_in(self.place)
+        pinned = read_pins(self.place)
+        stays = {just_written, *pinned, *self._newest(shelved), *self._best(shelved)}
+        doomed = [
+            each for each in shelved if each.step not in stays and not self._is_permanent(each)
+        ]
+        for each in doomed:
+            if not dry_run:
+                self._proven.pop(each.name, None)
+                self.place.remove(each.name)
+        return doomed
 
-    def set_aside_after(self, step: int) -> list[Path]:
-        """Renames checkpoints newer than `step`, so that they no longer belong to this run."""
-        moved = []
-        for later, path in step_folders(self.folder).items():
-            if later > step:
-                aside = self.folder / f"{_ASIDE}{path.name}-{uuid.uuid4().hex[:12]}"
-                path.rename(aside)
-                moved.append(aside)
-        if moved:
-            sync_folder(self.folder)
-        return moved
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames checkpoints newer than `step`, so that they no longer belong to this run.
 
-    def _verifies(self, path: Path) -> bool:
-        """Hashes a folder once, then again only after somebody has written to it."""
-        seen = signature(path)
-        if self._proven.get(path) == seen:
+        Returns where they are now.
+        """
+        later = [name for other, name in step_names(self.place).items() if other > step]
+        return [path_of(self.place, self.place.set_aside(name)) for name in later]
+
+    def _newest(self, shelved: Collection[Shelved]) -> set[int]:
+        """Down to the last of the `keep_last` that verify; damaged ones among them stay as well."""
+        newest: set[int] = set()
+        counted, is_proven = 0, False
+        for each in shelved:
+            if counted == self._keep.keep_last:
+                break
+            is_ephemeral = each.manifest["kind"] == "ephemeral"
+            if is_ephemeral and is_proven:
+                continue
+            newest.add(each.step)
+            if self._verifies(each.name):
+                is_proven = True
+                counted += not is_ephemeral
+        return newest
+
+    def _best(self, shelved: Collection[Shelved]) -> set[int]:
+        metric = self._keep.best_metric
+        scored = [each for each in shelved if metric in each.manifest["scores"]]
+        scored.sort(key=lambda each: (each.manifest["scores"][metric], -each.step))
+        best: set[int] = set()
+        for each in scored:
+            if len(best) == self._keep.keep_best:
+                break
+            if self._verifies(each.name):
+                best.add(each.step)
+        return best
+
+    def _is_permanent(self, each: Shelved) -> bool:
+        every = self._keep.keep_every
+        return each.manifest["kind"] == "permanent" or (every > 0 and each.step % every == 0)
+
+    def _verifies(self, name: str) -> bool:
+        """Reads a checkpoint once, then again only after somebody has written to it."""
+        seen = self.place.signature(name)
+        if self._proven.get(name) == seen:
             return True
         try:
-            verify(path)
+            verify(self.place, name)
         except Unverified:
             return False
-        self._proven[path] = seen
+        self._proven[name] = seen
         return True
 
-    def _move_aside(self, final: Path) -> Path:
-        replaced = self.folder / f"{_REPLACED}{final.name}-{uuid.uuid4().hex[:12]}"
-        self._proven.pop(final, None)
-        return final.rename(replaced)
 
-    def _remove(self, path: Path) -> None:
-        doomed = self.folder / f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:12]}"
-        self._proven.pop(path, None)
-        path.rename(doomed)
-        sync_folder(self.folder)
-        shutil.rmtree(doomed)
+def shelved_in(place: Place) -> list[Shelved]:
+    """Checkpoints in a place with an intact manifest, newest first; their files are not read."""
+    found = []
+    for step, name in step_names(place).items():
+        try:
+            found.append(Shelved(step=step, name=name, manifest=read_manifest(place, name)))
+        except Unverified:
+            continue
+    return found
+
+
+def read_pins(place: Place) -> set[int]:
+    """Steps whose checkpoints are never removed.
+
+    Raises:
+        Unverified: the list is there and cannot be read.
+    """
+    try:
+        pins = parse_json(place.read(PINS_FILE, length=2**20))["pinned"]
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except OSError as error:
+        raise Unverified(f"{PINS_FILE} is unreadable ({reason_of(error)})") from None
+    except (ValueError, KeyError, TypeError):
+        raise Unverified(f"{PINS_FILE} is not a list of pinned steps") from None
+    if not isinstance(pins, list) or not all(type(step) is int and step >= 0 for step in pins):
+        raise Unverified(f"{PINS_FILE} is not a list of pinned steps")
+    return set(pins)
+
+
+def write_pins(place: Place, steps: Collection[int]) -> None:
+    """Replaces the list of pinned steps."""
+    place.write(PINS_FILE, [(json.dumps({"pinned": sorted(steps)}) + "\n").encode()])

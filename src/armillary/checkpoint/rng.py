@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.strict_json import parse_json
+
 
 def seed_all(seed: int, rank: int) -> None:
     """Starts the random states of this process where every fresh run of a recipe starts them."""
@@ -44,8 +47,19 @@ def capture() -> bytes:
 
 
 def restore(states: bytes) -> None:
-    """Puts the states of `capture` back; a CUDA state is left out where there is no CUDA."""
-    read: dict[str, Any] = json.loads(states)
+    """Puts the states of `capture` back; a CUDA state is left out where there is no CUDA.
+
+    Raises:
+        UserError: they are not what `capture` gives; some may have been put back.
+    """
+    try:
+        _restore(parse_json(states))
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        words = f"these are no random states: {type(error).__name__}: {error}"
+        raise UserError(Problem(words, fix="take another checkpoint")) from None
+
+
+def _restore(read: dict[str, Any]) -> None:
     version, words, gauss = read["python"]
     random.setstate((version, tuple(words), gauss))
     saved = read["numpy"]

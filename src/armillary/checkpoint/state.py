@@ -12,8 +12,8 @@ the parts that ranks hold, stages of a pipeline among them, are together the pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.tensors import (
-    Stored,
     flatten,
     held_by_all,
     read_tensors,
@@ -32,6 +31,8 @@ from armillary.checkpoint.tensors import (
 if TYPE_CHECKING:
     from armillary.checkpoint.find import Found
     from armillary.checkpoint.store import CheckpointStore
+
+T = TypeVar("T")
 
 State = dict[str, dict[str, Tensor]]
 
@@ -47,6 +48,8 @@ class Spread(Protocol):
         """A parameter, or anything cut as it is, as a view of the whole."""
 
 
+WholeView = Callable[[str, Tensor], Tensor]
+
 Model = nn.Module | Spread
 """A model whose tensors are whole, or show it as DTensors; or what a rank holds of one."""
 
@@ -58,10 +61,11 @@ def gather_state(model: Model, optimizers: Sequence[Optimizer] = ()) -> State:
     them back.
     """
     named = _named_tensors(model)
-    state: State = {"model": {n: _whole(model, n, tensor, tensor) for n, tensor in named.items()}}
+    whole = model.whole_view if isinstance(model, Spread) else None
+    state: State = {"model": {n: _whole(whole, n, tensor, tensor) for n, tensor in named.items()}}
     if optimizers:
         state["optimizer"] = {
-            f"{name}.{key}": _whole(model, name, named[name], _as_tensor(value, f"{name}.{key}"))
+            f"{name}.{key}": _whole(whole, name, named[name], _as_tensor(value, f"{name}.{key}"))
             for name, values in _optimizer_states(named, optimizers)
             for key, value in values.items()
         }
@@ -105,23 +109,63 @@ def initialise_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def restore_training(
-    store: CheckpointStore, found: Found, model: Model, optimizers: Sequence[Optimizer]
+    store: CheckpointStore,
+    found: Found,
+    model: Model,
+    optimizers: Sequence[Optimizer],
+    *,
+    further: State | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], bytes | None]:
     """Loads a checkpoint into a model and its optimizers, exactly, on whatever mesh they are.
 
-    A parameter without any optimizer state in the checkpoint had none when it was written (it never
-    got a gradient) and has none afterwards. Returns the store's scalars and this rank's random
-    states, if the checkpoint has any for it.
+    Args:
+        store: that holds it.
+        found: it.
+        model: to fill.
+        optimizers: of the model.
+        further: other tensors that it has to hold, to fill as well.
+        check: see `CheckpointStore.load`.
+
+    Returns:
+        The store's scalars and this rank's random states, if the checkpoint has any for it.
 
     Raises:
         UserError: names, shapes or dtypes differ; nothing was loaded.
     """
-    stored = stored_tensors(found.path)
+    stored = stored_tensors(found.place, found.folder)
+    return fill_training(
+        model,
+        optimizers,
+        stored,
+        found.step,
+        lambda state: store.load(found, state | (further or {}), check),
+    )
+
+
+def fill_training(
+    model: Model,
+    optimizers: Sequence[Optimizer],
+    names: Collection[str],
+    step: int,
+    fill: Callable[[State], T],
+) -> T:
+    """Has `fill` write the state of another run into a model and its optimizers.
+
+    A parameter without any optimizer state there had none when it was written (it never got a
+    gradient) and has none afterwards.
+
+    Args:
+        model: to fill.
+        optimizers: of the model.
+        names: of the tensors that come.
+        step: after which they are the state.
+        fill: given the live tensors.
+    """
     initialise_optimizers(optimizers)
-    named = _named_tensors(model)
-    _drop_states_never_made(named, optimizers, stored, found.step)
+    _drop_states_never_made(_named_tensors(model), optimizers, names, step)
     state = gather_state(model, optimizers)
-    result = store.load(found, state)
+    result = fill(state)
     apply_state(state, model, optimizers)
     return result
 
@@ -136,9 +180,11 @@ def restore_model(found: Found, model: Model) -> None:
     wanted = flatten(gather_state(model))
     ranks = Ranks()
     try:
-        stored = stored_tensors(found.path)
-        require_match(found.path, held_by_all(wanted, ranks), stored, ignore=("optimizer.",))
-        read_tensors(found.path, wanted, ranks.group)
+        stored = stored_tensors(found.place, found.folder)
+        require_match(
+            found.path, held_by_all(wanted, ranks), stored, ignore=("optimizer.", "outer.")
+        )
+        read_tensors(found.place, found.folder, wanted, ranks, stored)
     finally:
         ranks.close()
 
@@ -146,7 +192,7 @@ def restore_model(found: Found, model: Model) -> None:
 def _drop_states_never_made(
     named: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer],
-    stored: Mapping[str, Stored],
+    stored: Collection[str],
     step: int,
 ) -> None:
     names = {id(tensor): name for name, tensor in named.items()}
@@ -160,11 +206,10 @@ def _drop_states_never_made(
                 del optimizer.state[p]
 
 
-def _whole(model: Model, name: str, tensor: Tensor, value: Tensor) -> Tensor:
+def _whole(whole: WholeView | None, name: str, tensor: Tensor, value: Tensor) -> Tensor:
     """A tensor of the model, or a value of its optimizer that may be cut like it, as a whole."""
-    if isinstance(model, Spread) and value.shape == tensor.shape:
-        return model.whole_view(name, value.detach())
-    return value.detach()
+    live = value.detach() if value.requires_grad else value
+    return whole(name, live) if whole is not None and live.shape == tensor.shape else live
 
 
 def _named_tensors(model: Model) -> dict[str, Tensor]:
@@ -201,6 +246,6 @@ def _optimizer_states(
 
 def _as_tensor(value: object, name: str) -> Tensor:
     if isinstance(value, Tensor):
-        return value.detach()
+        return value
     assert isinstance(value, int | float), f"optimizer state {name} is a {type(value).__name__}"
     return torch.tensor(value, dtype=torch.float64)

@@ -1,109 +1,101 @@
-"""The checkpoints of one run: saved in the background, published whole, found by proof.
-
-The order of a write, and why a kill at any point harms nothing: tensors, random states and
-`state.json` go into a `.tmp-` folder; then their checksums into `manifest.json`; files and folder
-are fsynced; the folder is renamed to `step-00000020`; the parent is fsynced. Only then is it
-durable.
-"""
+"""The checkpoints of one run: saved in the background, published whole, found by proof."""
 
 from __future__ import annotations
 
-import errno
+import functools
+import itertools
 import json
-import logging
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch.optim import Optimizer
 
-from armillary.checkpoint.find import Found, find_checkpoint
-from armillary.checkpoint.manifest import (
-    MANIFEST_NAME,
-    STATE_NAME,
-    compose,
-    describe_files,
-    list_files,
-    render,
-    rng_name,
-    step_name,
-)
+from armillary.checkpoint.config import Checkpoint
+from armillary.checkpoint.find import Found, find_checkpoint, path_of
+from armillary.checkpoint.manifest import STATE_NAME, data_prefix, rng_name, step_name
+from armillary.checkpoint.partial import restore_what_fits
+from armillary.checkpoint.places.open import open_place
 from armillary.checkpoint.ranks import Failure, Ranks, describe
 from armillary.checkpoint.retention import Shelf
+from armillary.checkpoint.staging import Stager, Staging
+from armillary.checkpoint.state import Model
+from armillary.checkpoint.telling import OnEvent, Teller
 from armillary.checkpoint.tensors import (
+    Differences,
     flatten,
     held_by_all,
-    logical_bytes,
+    pieces_of,
     read_tensors,
     require_match,
-    stage,
     stored_tensors,
-    write_tensors,
 )
+from armillary.checkpoint.writing import OnStage, Patience, Save, Writer
 from armillary.foundation.errors import Problem, RunError
-from armillary.foundation.files import sync_folder, write_atomically
-from armillary.foundation.progress import Progress
+from armillary.foundation.progress import Progress, watched
+from armillary.foundation.strict_json import parse_json
 
 T = TypeVar("T")
 
-OnEvent = Callable[[str, dict[str, Any]], None]
-OnStage = Callable[[str], None]
+STOP_GRACE_SECONDS = 30.0
+"""How long a save that fails is still insisted on once somebody has asked the run to stop."""
 
-STAGES = ("open", "tensors", "rng", "state", "checksums", "manifest", "publish", "thin")
-"""What a write goes through, in order; `on_stage` hears of each before it begins."""
+_REQUEST_SECONDS = 30.0
+"""How long one request to an object store is tried again before the whole save is."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """All that one write needs; training may change everything else meanwhile."""
-
-    step: int
-    tensors: dict[str, Tensor]
-    scalars: dict[str, Any]
-    rng: bytes
-    manifest: dict[str, Any]
-    began: float
-    staged_after: float | None
-    """Seconds until training could go on; None: it waits for the whole write."""
-    staging_failure: str | None
+_GLANCE_SECONDS = 0.2
 
 
 class CheckpointStore:
-    """The checkpoints in a run's `checkpoints` folder. Every rank makes one and calls it alike.
+    """The checkpoints of a run. Every rank makes one and calls it alike.
 
     Args:
-        folder: the `checkpoints` folder itself; made on the first save.
-        keep_last: newest verified checkpoints that stay.
-        asynchronous: write in a thread, from a copy; else in `save`, from the tensors themselves.
+        address: the folder of the checkpoints: a path, made on the first save, or s3://... .
+        config: when to save and what to keep; see `Checkpoint`.
         on_event: called on rank 0 with `checkpoint` or `warning` and the fields of
             docs/contracts.md, `step` among them; from the writing thread when asynchronous.
         on_stage: told each of `STAGES` on each rank; for tests, which make it fail.
+        on_wait: called once a second while a rank waits for others; see `Ranks`.
     """
 
     def __init__(
         self,
-        folder: Path,
-        keep_last: int = 2,
-        asynchronous: bool = True,
+        address: Path | str,
+        config: Checkpoint | None = None,
         on_event: OnEvent | None = None,
         *,
         on_stage: OnStage | None = None,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> None:
-        self.folder = folder
-        self.asynchronous = asynchronous
+        self.config = config or Checkpoint()
+        self.place = open_place(address, min(_REQUEST_SECONDS, self.config.retry_seconds))
         self.durable_step: int | None = None
-        """The step of the newest save that was published whole; None before the first."""
-        self._on_event = on_event or (lambda kind, fields: None)
-        self._on_stage = on_stage or (lambda stage: None)
-        self._shelf = Shelf(folder, keep_last)
-        self._ranks = Ranks()  # of its own: saves agree in a thread
+        """The step of the newest save that was published whole; None before the first. The same on
+        all ranks after `wait`."""
+        self._shelf = Shelf(self.place, self.config)
+        self._ranks = Ranks(on_wait)  # of its own: saves agree in a thread
+        self._teller = Teller(
+            self.place, on_event or (lambda kind, fields: None), speaks=self._ranks.rank == 0
+        )
+        self._writer = Writer(self.place, self._ranks, on_stage or (lambda stage: None))
+        self._stager = Stager()
+        self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
+        self._patience = Patience()
+        self._newest_step: int | None = None
+        """Of the newest save, durable or on its way; the same on all ranks."""
+        self._copied = threading.Event()
+        """Set when all ranks know whether all have their copies for the newest save."""
+        self._copy_failed = False
+        self._held: Save | None = None
+        """The newest save, if made without a copy, until it is durable or its tensors change."""
         self._failure: str | None = None
+        self._failures = 0
+        """How many saves in a row have failed."""
+        self._retry_at: int | None = None
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -118,15 +110,17 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Clears up after a writer that died. Only for the run that has claimed the folder."""
-        self._on_main(self._shelf.clean)
+        self._on_main(self.place.clean)
 
-    def set_aside_after(self, step: int) -> list[Path]:
-        """Renames checkpoints newer than `step` to `set-aside-...`.
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames checkpoints newer than `step` to `set-aside-...`; returns where they are now.
 
         For a run that deliberately resumes from an older one: left in place, the newer ones would
         be what the next `auto` resumes from, and would push out the new branch's own.
         """
         self.wait()
+        if self.durable_step is not None and self.durable_step > step:
+            self.durable_step = self._newest_step = None
         return self._on_main(lambda: self._shelf.set_aside_after(step))
 
     def save(
@@ -136,10 +130,14 @@ class CheckpointStore:
         scalars: Mapping[str, Any],
         rng: bytes = b"",
         manifest: Mapping[str, Any] | None = None,
+        *,
+        final: bool = False,
     ) -> None:
         """Begins a checkpoint; a failure is an event and a reason for `wait`, never an exception.
 
-        One is in flight at a time: this waits for the one before. On return the tensors may change.
+        One is in flight at a time: this waits for the one before, and gives it up if it has failed;
+        one of the same step is left to go on. Asynchronous, it returns at once: the tensors may be
+        read, and changed after `wait_until_staged`.
 
         Args:
             step: optimizer steps behind this state.
@@ -147,24 +145,34 @@ class CheckpointStore:
                 the same name on them.
             scalars: JSON-able; `tokens_total` and `cursor` are repeated in the manifest.
             rng: this rank's random states.
-            manifest: further manifest fields, e.g. `recipe_sha256`, `provenance`.
+            manifest: further manifest fields, e.g. `recipe_sha256`, `provenance`, `scores`.
+            final: the run ends with this state.
         """
-        self.wait()
+        if step == self._newest_step and self._has_copy():
+            return
+        self._settle()
         began = time.perf_counter()
-        flat = flatten(tensors)
-        staging_failure = staged_after = None
-        if self.asynchronous:
-            try:
-                flat = stage(flat)
-            except Exception as error:  # out of memory, on this rank perhaps alone: tell the others
-                staging_failure = describe(error)
-            staged_after = time.perf_counter() - began
         # Through JSON now: the caller's objects may change before the thread writes them.
-        frozen = json.loads(json.dumps(dict(scalars)))
-        extra = json.loads(json.dumps(dict(manifest or {})))
-        save = _Save(step, flat, frozen, rng, extra, began, staged_after, staging_failure)
-        if not self.asynchronous:
+        kind = "final" if final else self.config.kind_of(step)
+        extra = json.loads(json.dumps({**(manifest or {}), "kind": kind}))
+        live = pieces_of(flatten(tensors))
+        self._staging = self._stager.stage(live) if self.config.asynchronous else None
+        save = Save(
+            step=step,
+            live=() if self._staging else live,
+            staging=self._staging,
+            scalars=json.loads(json.dumps(dict(scalars), allow_nan=False)),
+            rng=rng,
+            manifest=extra,
+            began=began,
+        )
+        self._patience = Patience()
+        self._copied, self._newest_step = threading.Event(), step
+        if not self.config.asynchronous:
+            self._held = save
+            self._patience.end_after(0)
             self._run(save)
+            self._newest_step = self.durable_step
             return
         # A daemon: when a peer has died, nothing may keep this process from ending.
         self._thread = threading.Thread(
@@ -172,19 +180,54 @@ class CheckpointStore:
         )
         self._thread.start()
 
-    def wait(self, raise_failure: bool = False) -> None:
-        """Waits for the save in flight.
+    def wait_until_staged(self) -> None:
+        """To be called before tensors that were given to `save` are changed."""
+        self._held = None
+        if self._staging is not None:
+            self._staging.wait()
+            self._staging = None
+
+    def retry_due(self, step: int) -> bool:
+        """Whether a save that was not asynchronous has failed, and it is time to try another.
+
+        1, 2, 4, 8 ... steps after the first, second, third ... failure in a row.
+        """
+        return self._retry_at is not None and step >= self._retry_at
+
+    def wait(
+        self,
+        raise_failure: bool = False,
+        *,
+        retry_seconds: float | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Waits for the save in flight; one that fails is given up, unless `raise_failure`.
+
+        Args:
+            raise_failure: insist on a save that fails, and raise if it does all the same.
+            retry_seconds: how long to insist; None: as the recipe says.
+            stop_asked: once true, no longer than `STOP_GRACE_SECONDS` more.
 
         Raises:
             RunError: `raise_failure`, and the newest save failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if raise_failure and self._failure is not None:
-            raise RunError(
-                Problem(self._failure, fix="make room or fix the folder, then resume with auto")
+        if not raise_failure:
+            self._settle()
+            return
+        seconds = self.config.retry_seconds if retry_seconds is None else retry_seconds
+        if self._thread is None and self._held is not None and self._failure is not None:
+            save, self._patience = self._held, Patience()
+            self._thread = threading.Thread(
+                target=self._run, args=(save,), name=f"checkpoint-{save.step}", daemon=True
             )
+            self._thread.start()
+        self._patience.end_after(seconds)
+        self._join(stop_asked)
+        if self._failure is not None:
+            newest = "none" if self.durable_step is None else f"step {self.durable_step}"
+            message = f"{self._failure} (newest durable: {newest})"
+            fix = "make room or fix the folder, then resume with auto"
+            raise RunError(Problem(message, fix=fix))
 
     def find(self, resume: str = "auto", progress: Progress | None = None) -> Found | None:
         """Resolves `--resume` on rank 0, for all; see `find.find_checkpoint`.
@@ -192,15 +235,21 @@ class CheckpointStore:
         Each newer checkpoint that was skipped is a `warning` event.
         """
         self.wait()
-        found = self._on_main(lambda: find_checkpoint(self.folder, resume, progress))
+        found = self._on_main(lambda: find_checkpoint(self.place, resume, progress))
         for reason in found.reasons[:-1] if found else []:
-            self._warn(0, reason, hint="it is kept; remove it when it is of no use")
+            self._teller.warn(0, reason, hint="it is kept; remove it when it is of no use")
         return found
 
-    def load(self, found: Found, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], bytes | None]:
+    def load(
+        self,
+        found: Found,
+        tensors: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[dict[str, Any], bytes | None]:
         """Fills the given tensors in place and returns the scalars and this rank's random states.
 
-        Random states are None for a rank that the writing mesh did not have.
+        Random states are None for a rank that the writing mesh did not have. `check` is called
+        between reads and may raise to end them, on all ranks; tensors are then half filled.
 
         Raises:
             UserError: names, shapes or dtypes differ; nothing was loaded.
@@ -208,17 +257,62 @@ class CheckpointStore:
         """
         self.wait()
         flat = flatten(tensors)
-        require_match(found.path, held_by_all(flat, self._ranks), stored_tensors(found.path))
-        read_tensors(found.path, flat, self._ranks.group)
-        scalars = json.loads((found.path / STATE_NAME).read_text(encoding="utf-8"))
+        stored = stored_tensors(found.place, found.folder)
+        require_match(found.path, held_by_all(flat, self._ranks), stored)
+        read_tensors(found.place, found.folder, flat, self._ranks, stored, check=check)
+        return self.read_rest(found)
+
+    def read_rest(self, found: Found) -> tuple[dict[str, Any], bytes | None]:
+        """The scalars of a checkpoint and this rank's random states; every rank calls it alike.
+
+        Raises:
+            RunError: a file could not be read.
+        """
         own = rng_name(self._ranks.rank)
-        rng = (found.path / own).read_bytes() if own in found.manifest["files"] else None
-        return scalars, rng or None
+        has_own = data_prefix(found.manifest) + own in found.manifest["files"]
+
+        def read() -> tuple[dict[str, Any], bytes | None]:
+            scalars = parse_json(found.place.read(f"{found.folder}/{STATE_NAME}"))
+            if not isinstance(scalars, dict):
+                raise ValueError(f"{STATE_NAME} is not an object")
+            rng = found.place.read(f"{found.folder}/{own}") if has_own else None
+            return scalars, rng or None
+
+        try:
+            return self._ranks.together(read)[self._ranks.rank]
+        except Failure as failure:
+            raise RunError(Problem(f"cannot read checkpoint {found.path}: {failure}")) from failure
+
+    def restore_what_fits(
+        self, found: Found, model: Model, optimizers: Sequence[Optimizer]
+    ) -> Differences:
+        """See `partial.restore_what_fits`."""
+        self.wait()
+        return restore_what_fits(found, model, optimizers, self._ranks)
 
     def close(self) -> None:
         """Waits for the save in flight and gives the process group back."""
         self.wait()
         self._ranks.close()
+
+    def _settle(self) -> None:
+        """Brings the save in flight to its end: one that fails is not tried again."""
+        self._patience.end_after(0, superseded=True)
+        self._join()
+        self._held, self._newest_step = None, self.durable_step
+
+    def _has_copy(self) -> bool:
+        """Whether the newest save is durable or goes on by itself; every rank answers alike."""
+        self._copied.wait()
+        return not self._copy_failed
+
+    def _join(self, stop_asked: Callable[[], bool] = lambda: False) -> None:
+        while self._thread is not None:
+            self._thread.join(_GLANCE_SECONDS)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif stop_asked():
+                self._patience.end_after(STOP_GRACE_SECONDS)
 
     def _on_main(self, work: Callable[[], T]) -> T:
         """`Ranks.on_main`, with the folder named where the machine fails."""
@@ -227,137 +321,74 @@ class CheckpointStore:
         except Failure as failure:
             raise RunError(
                 Problem(
-                    f"checkpoints folder {self.folder}: {failure}",
+                    f"checkpoints folder {self.place.address}: {failure}",
                     fix="check its permissions and its disk, then run the same command",
                 )
             ) from failure
 
-    def _run(self, save: _Save) -> None:
-        """One write from first to last; never raises for what can fail on a machine."""
-        opened: list[Path] = []
+    def _run(self, save: Save) -> None:
+        """One checkpoint, as often as it takes; never raises for what can fail on a machine."""
+        self._copy_failed = True
         try:
-            total = self._write(save, opened)
-        except Exception as error:
-            self._discard(opened)
-            path = self.folder / step_name(save.step)
-            self._failure = f"checkpoint {path} was not written: {describe(error)}"
-            self._emit_checkpoint("failed", save, 0, message=self._failure)
-            self._warn(save.step, self._failure, hint=_hint(error))
-            return
-        except BaseException:
-            self._discard(opened)
-            raise
-        self._failure = None
+            with watched(f"saving step {save.step}"):
+                size = self._writer.stage(save)
+                self._copy_failed = False
+                self._copied.set()
+                if save.staging is not None:
+                    self._teller.saved("staged", save, size)
+                self._insist(save)
+        except Exception as error:  # no copy, another run, or a rank was lost: no use to try again
+            self._note_failure(save, error, tries=1, then="training goes on without it")
+        finally:
+            self._copied.set()
+            save.release()
+
+    def _insist(self, save: Save) -> None:
+        """Tries until it is done or given up; rank 0 decides, the others hear of it."""
+        then = "training goes on, and it is tried again"
+        if save.staging is None:
+            then += " after the next steps"
+        for tries in itertools.count(1):
+            try:
+                size = self._writer.write(save)
+            except Failure as failure:
+                self._note_failure(save, failure, tries=tries, then=then)
+            else:
+                self._note_success(save, size)
+                return
+            if not self._ranks.on_main(functools.partial(self._patience.pause, tries)):
+                break
+        if self._patience.superseded and save.staging is not None:
+            words = f"{self._failure}; no longer tried, as the state has moved on"
+            self._teller.saved("failed", save, message=words, tries=tries, superseded=True)
+
+    def _note_failure(self, save: Save, error: Exception, *, tries: int, then: str) -> None:
+        path = path_of(self.place, step_name(save.step))
+        self._failure = f"checkpoint {path} was not written: {describe(error)}"
+        if save.staging is None and tries == 1:
+            self._failures += 1
+            self._retry_at = save.step + 2 ** (self._failures - 1)
+        self._teller.failed(save, self._failure, tries=tries, then=then)
+
+    def _note_success(self, save: Save, size: int) -> None:
+        self._failure = self._retry_at = self._held = None
+        self._failures = 0
         self.durable_step = save.step
-        self._emit_checkpoint("durable", save, total)
-        self._thin(save)
+        self._teller.saved("durable", save, size)
+        if self._ranks.rank == 0:
+            self._thin(save)
 
-    def _write(self, save: _Save, opened: list[Path]) -> int:
-        """Returns the bytes of the published checkpoint."""
-        ranks = self._ranks
-
-        def open_folder() -> Path:
-            self._at("open")
-            return self._shelf.open_temporary(save.step)
-
-        ranks.together(lambda: _raise_if(save.staging_failure))
-        if save.staged_after is not None:
-            size = logical_bytes(held_by_all(save.tensors, ranks))
-            path = self.folder / step_name(save.step)
-            self._emit("staged", save.step, path, size, save.staged_after)
-        folder = ranks.on_main(open_folder)
-        opened.append(folder)
-
-        ranks.together(lambda: self._at("tensors"))
-        write_tensors(save.tensors, folder, ranks.group)
-
-        def write_rng() -> None:
-            self._at("rng")
-            write_atomically(folder / rng_name(ranks.rank), save.rng)
-
-        def write_state() -> list[str]:
-            self._at("state")
-            write_atomically(folder / STATE_NAME, json.dumps(save.scalars, indent=1) + "\n")
-            return list_files(folder)
-
-        ranks.together(write_rng)
-        names = ranks.on_main(write_state)
-
-        def describe_own_share() -> dict[str, dict[str, Any]]:
-            self._at("checksums")
-            return describe_files(folder, names[ranks.rank :: ranks.size])
-
-        shares = ranks.together(describe_own_share)
-        files = {name: entry for share in shares for name, entry in share.items()}
-
-        def publish() -> None:
-            self._at("manifest")
-            manifest = compose(save.step, files, save.scalars, save.manifest)
-            write_atomically(folder / MANIFEST_NAME, render(manifest))
-            sync_folder(folder)
-            self._at("publish")
-            self._shelf.publish(folder, save.step)
-
-        ranks.on_main(publish)
-        return sum(int(entry["bytes"]) for entry in files.values())
-
-    def _thin(self, save: _Save) -> None:
+    def _thin(self, save: Save) -> None:
         """Removes what retention lets go; trouble here costs disk, not the checkpoint."""
-        if self._ranks.rank != 0:
-            return
         try:
-            self._at("thin")
+            self._writer.at("thin")
             began = time.perf_counter()
-            for path, size in self._shelf.thin(save.step):
-                self._emit("removed", save.step, path, size, time.perf_counter() - began)
+            self._shelf.trust(step_name(save.step))
+            for each in self._shelf.thin(save.step):
+                self._teller.removed(each, save.step, time.perf_counter() - began)
         except Exception as error:
-            self._warn(
+            self._teller.warn(
                 save.step,
                 f"old checkpoints were not removed: {describe(error)}",
-                hint=f"remove what is no longer needed from {self.folder}",
+                hint=f"remove what is no longer needed from {self.place.address}",
             )
-
-    def _discard(self, opened: list[Path]) -> None:
-        if self._ranks.rank == 0:
-            for folder in opened:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _at(self, stage_name: str) -> None:
-        assert stage_name in STAGES, stage_name
-        self._on_stage(stage_name)
-
-    def _emit_checkpoint(self, state: str, save: _Save, size: int, **more: str) -> None:
-        path = self.folder / step_name(save.step)
-        self._emit(state, save.step, path, size, time.perf_counter() - save.began, **more)
-
-    def _emit(
-        self, state: str, step: int, path: Path, size: int, seconds: float, **more: str
-    ) -> None:
-        fields = {"state": state, "step": step, "path": str(path), "bytes": size}
-        self._tell("checkpoint", {**fields, "seconds": seconds, **more})
-
-    def _warn(self, step: int, message: str, hint: str) -> None:
-        fields = {"step": step, "message": message, "where": "checkpoint", "hint": hint}
-        self._tell("warning", fields)
-
-    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        if self._ranks.rank != 0:
-            return
-        try:
-            self._on_event(kind, fields)
-        except Exception:  # a full disk stops the log too; the write itself must go on
-            logging.getLogger(__name__).exception("the %s event %s was lost", kind, fields)
-
-
-def _raise_if(failure: str | None) -> None:
-    if failure is not None:
-        raise Failure(f"no copy of the state could be made: {failure}")
-
-
-def _hint(error: BaseException) -> str:
-    words = str(error)
-    if f"[Errno {errno.ENOSPC}]" in words or f"[Errno {errno.EDQUOT}]" in words:
-        return "the disk is full: free some space; training goes on and the next save tries again"
-    if f"[Errno {errno.EROFS}]" in words or f"[Errno {errno.EACCES}]" in words:
-        return "the folder cannot be written to; training goes on and the next save tries again"
-    return "training goes on and the next save tries again"

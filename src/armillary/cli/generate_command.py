@@ -123,7 +123,7 @@ def _document(
 ) -> dict[str, Any]:
     rows = _generate(trained, prompts, sampling)
     return {
-        "checkpoint": str(trained.checkpoint.path),
+        "checkpoint": trained.checkpoint.path,
         "step": trained.checkpoint.step,
         **sampling,
         "texts": [

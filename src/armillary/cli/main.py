@@ -56,6 +56,14 @@ COMMANDS = {
     ),
     "generate": Command("armillary.cli.generate_command", "write text with a trained model"),
     "runs": Command("armillary.cli.runs_command", "list runs, show one"),
+    "checkpoints": Command(
+        "armillary.cli.checkpoints_command", "list, verify, compare, remove and pin checkpoints"
+    ),
+    "launch": Command("armillary.cli.launch_command", "write a run as text for a cluster"),
+    "replay": Command("armillary.cli.replay_command", "repeat a step that the guard found bad"),
+    "lighthouse": Command(
+        "armillary.cli.lighthouse_command", "tell replica groups who of them is there"
+    ),
     "doctor": Command(
         "armillary.cli.doctor_command", "what this machine can do, and what to do about it"
     ),

@@ -10,12 +10,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from armillary.cli import ranks_wanted
 from armillary.cli.parser import Parser
 from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.restarts import RESTART_VARIABLE
 from armillary.foundation.tell import seen_by_every_rank
 from armillary.resilience.signals import StopRequest
 
 if TYPE_CHECKING:
+    from armillary.cli.ranks_wanted import RanksWanted
     from armillary.cli.recipe_arguments import Resolved
 
 
@@ -27,8 +30,13 @@ def add_arguments(parser: Parser) -> None:
         metavar="DIR",
         help="run folder (default: runs/RECIPE-HASH, the same for the same recipe)",
     )
+    ranks_wanted.add_arguments(parser)
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="ranks to start on this machine (default: 1)"
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="failures in a row after which the ranks here are started again (default: 0)",
     )
     parser.add_argument(
         "--resume",
@@ -45,33 +53,39 @@ def run(arguments: argparse.Namespace) -> int:
         Stopped: a stop was asked for before there was anything to save.
     """
     with StopRequest() as stop:  # before torch is imported, which takes seconds
-        nproc = _ranks_to_start(arguments)
-        resolved = _resolve(arguments, nproc)
-        if nproc == 1:
-            from armillary.training.run_folder import default_run_folder
+        ranks = ranks_wanted.ranks_wanted(arguments)
+        resolved = _resolve(arguments, ranks)
+        folder = _folder(arguments, resolved)
+        supervised = arguments.max_restarts > 0 and "RANK" not in os.environ
+        if ranks.started and not supervised:
             from armillary.training.train import train
 
-            folder = Path(arguments.run or default_run_folder(resolved.name, resolved.recipe))
             return train(
                 resolved.recipe,
                 name=resolved.name,
-                folder=folder.expanduser(),
+                folder=folder,
                 resume=arguments.resume,
                 stop=stop,
                 checked=True,
             )
         stop.check()
     from armillary.launch.local import launch
+    from armillary.launch.supervisor import supervise
 
-    return launch(arguments.argv, nproc)
+    argv, nproc, restarts = arguments.argv, ranks.nproc, arguments.max_restarts
+    if supervised:
+        return supervise(argv, nproc, folder, max_restarts=restarts, place=ranks.place)
+    return launch(argv, nproc, place=ranks.place)
 
 
-def _ranks_to_start(arguments: argparse.Namespace) -> int:
-    """1 in a rank, which was started to be one itself."""
-    return 1 if arguments.nproc is None or "RANK" in os.environ else int(arguments.nproc)
+def _folder(arguments: argparse.Namespace, resolved: Resolved) -> Path:
+    from armillary.training.run_folder import default_run_folder
+
+    folder = Path(arguments.run or default_run_folder(resolved.name, resolved.recipe))
+    return folder.expanduser()
 
 
-def _resolve(arguments: argparse.Namespace, nproc: int) -> Resolved:
+def _resolve(arguments: argparse.Namespace, ranks: RanksWanted) -> Resolved:
     """The recipe, without problems; on several ranks it is the same on each.
 
     Raises:
@@ -83,11 +97,25 @@ def _resolve(arguments: argparse.Namespace, nproc: int) -> Resolved:
     with seen_by_every_rank():
         if arguments.run is not None and not arguments.run.strip():
             raise UserError(Problem("--run is empty", "a folder", "--run DIR, or leave it out"))
-        if nproc < 1:
-            raise UserError(Problem(f"--nproc {nproc}", allowed="1 or more", fix="--nproc 1"))
+        if found := [*ranks.problems(), *_restart_problems(arguments.max_restarts)]:
+            raise UserError(found)
         resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)
-        world_size = nproc if nproc > 1 else int(os.environ.get("WORLD_SIZE", "1"))
         more_ranks = "--nproc" if arguments.nproc is None and "RANK" not in os.environ else ""
-        if found := problems(resolved.recipe, world_size, more_ranks=more_ranks):
+        if found := problems(resolved.recipe, ranks.world_size, more_ranks=more_ranks):
             raise UserError(found)
     return resolved
+
+
+def _restart_problems(wanted: int) -> list[Problem]:
+    """What is wrong with `--max-restarts`."""
+    if wanted < 0:
+        return [Problem(f"--max-restarts {wanted}", "0 or more", "--max-restarts 0")]
+    if wanted and "RANK" in os.environ and RESTART_VARIABLE not in os.environ:
+        return [
+            Problem(
+                f"--max-restarts {wanted}, and these ranks were not started by `armillary train`",
+                "the same option of what started them",
+                f"torchrun --max-restarts {wanted}",
+            )
+        ]
+    return []

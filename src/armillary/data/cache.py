@@ -70,7 +70,7 @@ class Cache:
         """The fingerprint of a corpus that was read before and lies unchanged."""
         try:
             found = json.loads((self.folder / "index" / f"{stamp}.json").read_text("utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         fingerprint = found.get("fingerprint") if isinstance(found, dict) else None
         return fingerprint if isinstance(fingerprint, str) else None

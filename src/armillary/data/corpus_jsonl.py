@@ -74,7 +74,7 @@ class JsonLines(CorpusConfig):
     def _field_of(self, line: str, source: Source, offset: int) -> str | Problem | None:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Problem(
                 f"{_place(source, offset)} is not JSON: {error}",
                 "one JSON object a line",

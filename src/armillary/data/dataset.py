@@ -96,18 +96,22 @@ class PackedDataset:
         """The samples at global positions [first, last), or those of `rows` counted from `first`.
 
         A rank of many asks for its own rows; all ranks' rows together are the same global batch.
+        Rows from `last` on are padding that weighs nothing, so that ranks can have equally many.
         """
         assert 0 <= first < last
         chosen = range(last - first) if rows is None else rows
         positions = np.fromiter((first + row for row in chosen), np.int64, len(chosen))
-        assert positions.size == 0 or (positions.min() >= first and positions.max() < last)
+        assert positions.size == 0 or positions.min() >= first
         corpora, samples = self._locate(positions)
+        there = (positions < last).tolist()
         return _assemble(
             [
-                (self._splits[corpus], self._plans[corpus].sample(sample))
-                for corpus, sample in zip(corpora.tolist(), samples.tolist(), strict=True)
+                (self._splits[corpus], self._plans[corpus].sample(sample)) if is_there else None
+                for corpus, sample, is_there in zip(
+                    corpora.tolist(), samples.tolist(), there, strict=True
+                )
             ],
-            ((corpora << ID_BITS) + samples).tolist(),
+            np.where(positions < last, (corpora << ID_BITS) + samples, _PADDING_ID).tolist(),
             self.seq_len,
         )
 

@@ -13,7 +13,7 @@ part-1/...                   further parts, for a mixture
 
 from __future__ import annotations
 
-import json
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,6 +28,7 @@ from armillary.data.tokenizer import Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import sha256_of
 from armillary.foundation.progress import NoProgress, Progress
+from armillary.foundation.strict_json import parse_json
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
@@ -105,7 +106,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST_FILE
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(
             Problem(
@@ -120,6 +121,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         or not {"format", "key", "made_from", "parts", "files"} <= found.keys()
     ):
         raise UserError(Problem(f"{path} is not the manifest of a token store"))
+    if found["format"] == FORMAT and not _is_whole(found):
+        raise UserError(Problem(f"{path} is damaged: its fields are not what they should be"))
     if found["format"] != FORMAT:
         raise UserError(
             Problem(
@@ -129,6 +132,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             )
         )
     return found
+
+
+def _is_whole(manifest: dict[str, Any]) -> bool:
+    """Whether the fields that are read later are of the kinds that they should be."""
+    files, made_from = manifest["files"], manifest["made_from"]
+    return (
+        isinstance(manifest["key"], str)
+        and isinstance(manifest["parts"], list)
+        and isinstance(made_from, dict)
+        and isinstance(made_from.get("bos"), bool)
+        and isinstance(files, dict)
+        and all(
+            not Path(name).is_absolute()
+            and ".." not in Path(name).parts
+            and "\0" not in name
+            and isinstance(entry, dict)
+            and type(entry.get("bytes")) is int
+            and isinstance(entry.get("sha256"), str)
+            for name, entry in files.items()
+        )
+    )
 
 
 def verify(folder: Path | str, progress: Progress | None = None) -> list[Problem]:
@@ -172,23 +196,51 @@ def _token_bytes_of(folder: Path) -> Callable[[int], int]:
 
 def _open_split(folder: Path, first_token_bytes: Callable[[int], int] | None) -> Split:
     text = folder / "text.bin"
-    identifiers: NDArray[np.uint8] = _map_bytes(folder / "ids.txt")
+    tokens, offsets = _load(folder / "tokens.npy"), _load(folder / "offsets.npy")
+    sizes, id_offsets = _load(folder / "bytes.npy"), _load(folder / "id_offsets.npy")
+    identifiers = _map_bytes(folder / "ids.txt")
+    if (
+        tokens.dtype.kind != "u"
+        or not len(sizes) + 1 == len(offsets) == len(id_offsets)
+        or (offsets[0], offsets[-1]) != (0, len(tokens))
+        or (id_offsets[0], id_offsets[-1]) != (0, len(identifiers))
+    ):
+        raise _damaged(folder, "its files do not fit together")
     return Split(
-        tokens=_load(folder / "tokens.npy"),
-        document_offsets=_load(folder / "offsets.npy"),
-        document_bytes=_load(folder / "bytes.npy"),
-        ids=TextTable(identifiers, _load(folder / "id_offsets.npy")),
+        tokens=tokens,
+        document_offsets=offsets,
+        document_bytes=sizes,
+        ids=TextTable(identifiers, id_offsets),
         text=text if text.exists() else None,
         first_token_bytes=first_token_bytes,
     )
 
 
 def _load(path: Path) -> NDArray[Any]:
-    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    """A list of whole numbers, mapped."""
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except _UNREADABLE as error:
+        raise _damaged(path, str(error).partition("\n")[0]) from error
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim != 1:
+        raise _damaged(path, "no list of whole numbers")
     return found
 
 
 def _map_bytes(path: Path) -> NDArray[np.uint8]:
-    if path.stat().st_size == 0:
-        return np.zeros(0, np.uint8)
-    return np.memmap(path, np.uint8, mode="r")
+    try:
+        empty = path.stat().st_size == 0
+        return np.zeros(0, np.uint8) if empty else np.memmap(path, np.uint8, mode="r")
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from error
+
+
+# What `np.load` raises for a header that is none: it is a literal of Python, though never run.
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, TypeError, OverflowError, MemoryError, RecursionError),
+    *(SyntaxError, tokenize.TokenError),
+)
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(Problem(f"{path} is damaged: {why}", fix="build the store again"))

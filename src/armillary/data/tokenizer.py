@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from armillary.foundation.component import Component, name_of
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import write_atomically
+from armillary.foundation.strict_json import parse_json
 
 DESCRIPTION_FILE = "armillary_tokenizer.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -124,7 +125,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     path = folder / DESCRIPTION_FILE
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = parse_json(path.read_bytes())
         kind, bos_id, eos_id = found["kind"], found["bos_id"], found["eos_id"]
     except OSError as error:
         raise UserError(Problem(f"no tokenizer in {folder}: {error.strerror}")) from error

@@ -247,7 +247,7 @@ def _stated_tokens(path: Path) -> dict[str, str]:
     """BOS and EOS as a tokenizer_config.json beside the tokenizer names them."""
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}

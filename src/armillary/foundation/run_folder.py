@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 RECIPE_FILE = "recipe.toml"
@@ -17,3 +18,19 @@ def named_run(path: Path) -> Path:
     """`path`, or the folder of that name below `runs`, where there is only that one."""
     below = RUNS_FOLDER / path
     return below if not path.exists() and below.is_dir() else path
+
+
+def checkpoints_address(run: Path, folder: str | None = None) -> str:
+    """Where the checkpoints of a run lie: a path, or an address such as s3://bucket/folder.
+
+    Args:
+        run: the run folder.
+        folder: the recipe's `checkpoint.folder`; None: as the run's recipe.toml has it.
+    """
+    if folder is None:
+        try:
+            recipe = tomllib.loads((run / RECIPE_FILE).read_text(encoding="utf-8"))
+            folder = str(recipe["checkpoint"]["folder"])
+        except (OSError, ValueError, KeyError, TypeError):  # not a run, or one of older days
+            folder = ""
+    return folder or str(run / CHECKPOINTS_FOLDER)

@@ -11,11 +11,17 @@ from torch import nn
 
 from armillary.checkpoint.find import Found, Words, find_checkpoint
 from armillary.checkpoint.manifest import step_of
+from armillary.checkpoint.places.open import open_place
 from armillary.checkpoint.state import restore_model
 from armillary.data.tokenizer import Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.progress import Progress
-from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, TOKENIZER_FOLDER
+from armillary.foundation.run_folder import (
+    CHECKPOINTS_FOLDER,
+    RECIPE_FILE,
+    TOKENIZER_FOLDER,
+    checkpoints_address,
+)
 from armillary.models.decoder import Decoder
 from armillary.parallel.materialise import allocate
 from armillary.recipe import Recipe, read_toml
@@ -90,7 +96,7 @@ def find_saved(
         raise UserError(Problem(message, fix=f"armillary generate {run} --step {step}"))
     wanted = own_step if step is None else step
     asked = "auto" if wanted is None else str(wanted)
-    found = find_checkpoint(run / CHECKPOINTS_FOLDER, asked, progress, _WORDS)
+    found = find_checkpoint(open_place(checkpoints_address(run)), asked, progress, _WORDS)
     if found is None:
         recipe, folder = shlex.quote(str(run / RECIPE_FILE)), shlex.quote(str(run))
         fix = f"armillary train --from-file {recipe} --run {folder}"

@@ -10,20 +10,21 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from armillary.foundation.errors import EXIT_INTERRUPTED, EXIT_RUN_ME_AGAIN, Problem, UserError
 from armillary.foundation.tell import WORDS_VARIABLE
+from armillary.launch.place import Place
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _POLL_SECONDS = 0.02
@@ -33,20 +34,31 @@ _TRIES_BEFORE_KILL = 3
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
+PROGRAM = (sys.executable, "-m", "armillary")
+"""What a rank runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the ranks of one launch ended, all of them."""
+
+    exit_code: int
+    """Of the whole; see `launch`."""
+    reason: str = ""
+    """Of a failure, in one line: which rank failed first, how, and its first words."""
+    asked: bool = False
+    """Whether a signal was passed on to the ranks, so that somebody wants them to end."""
+
+
 def launch(
     argv: Sequence[str],
     nproc: int,
     *,
-    program: Sequence[str] = (sys.executable, "-m", "armillary"),
+    place: Place | None = None,
+    program: Sequence[str] = PROGRAM,
     grace_seconds: float = 30.0,
 ) -> int:
     """Runs `program argv` as `nproc` ranks and returns the exit code of the whole.
-
-    Rank 0 speaks through this process' output. When a rank fails, the reason is told once, however
-    many ranks share it and whatever follows from it on others: in the rank's own words
-    (`foundation.tell`), else with the end of its standard error. The others are then asked to end,
-    and killed after the grace. SIGINT, SIGTERM and SIGUSR1 are passed on to every rank once each
-    time they come; the third request to stop kills.
 
     Returns:
         The code of the rank that failed first, 128 + N for one that died of signal N; without a
@@ -55,48 +67,81 @@ def launch(
     Raises:
         UserError: fewer than one rank.
     """
+    ended = run_once(argv, nproc, place=place, program=program, grace_seconds=grace_seconds)
+    return ended.exit_code
+
+
+def run_once(
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    place: Place | None = None,
+    program: Sequence[str] = PROGRAM,
+    grace_seconds: float = 30.0,
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
+    """Starts the ranks, waits for all of them, and says how they ended; see `launch`.
+
+    Rank 0 speaks through this process' output. When a rank fails, the reason is told once, however
+    many ranks share it and whatever follows from it on others: in the rank's own words
+    (`foundation.tell`), else with the end of its standard error. The others are then asked to end,
+    and killed after the grace. SIGINT, SIGTERM and SIGUSR1 are passed on to every rank once each
+    time they come; the third request to stop kills. Without a place, all ranks of the run are here.
+
+    Args:
+        environment: variables for every rank, beside those that tell it its place.
+
+    Raises:
+        UserError: fewer than one rank.
+    """
     if nproc < 1:
         raise UserError(Problem(f"--nproc {nproc} is not a number of ranks", "1 or more"))
     ranks: list[_Rank] = []
-    port = _free_port()
+    place = (place or Place()).settled()
     with (
         tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder,
-        _forwarding(ranks) as pass_on,
+        _Forwarding(ranks) as signals,
     ):
         try:
             for rank in range(nproc):
                 words = Path(folder, str(rank))
-                ranks.append(_Rank([*program, *argv], rank, nproc, port, words))
+                known = place.environment(rank, nproc) | dict(environment or {})
+                ranks.append(_Rank([*program, *argv], rank, known, words))
             for each in ranks:
                 each.listen()
-            pass_on()
+            signals.begin()
             first_failed = _wait(ranks, grace_seconds)
             if first_failed is None and ranks[0].words():
                 print(ranks[0].words(), file=sys.stderr)  # it was stopped before it had a console
+            reason = first_failed.reason() if first_failed is not None else ""
         finally:
             for each in ranks:
                 each.kill()
     if first_failed is not None:
-        return first_failed.exit_code
-    return max((each.exit_code for each in ranks), default=0)
+        return Ended(first_failed.exit_code, reason, signals.came)
+    return Ended(max((each.exit_code for each in ranks), default=0), asked=signals.came)
 
 
 class _Rank:
     """One process, in a session of its own so that a terminal's Ctrl-C reaches it only once."""
 
-    def __init__(self, command: list[str], rank: int, nproc: int, port: int, words: Path) -> None:
-        self.rank = rank
+    def __init__(
+        self, command: list[str], rank: int, environment: dict[str, str], words: Path
+    ) -> None:
+        self.rank = rank  # on this machine
+        self.number = environment["RANK"]
         self.asked_to_end = False
         self._words = words
         self._ended_at: float | None = None
+        listens = command[: len(PROGRAM)] == [*PROGRAM]
         self.process = subprocess.Popen(
             command,
-            env=os.environ | _environment(rank, nproc, port) | {WORDS_VARIABLE: str(words)},
+            env=os.environ | environment | {WORDS_VARIABLE: str(words)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if rank else None,
             stderr=subprocess.PIPE if rank else None,
             start_new_session=True,
-            preexec_fn=_end_with_parent(),  # noqa: PLW1509  # no thread runs before listen()
+            preexec_fn=_begin(listens=listens),  # noqa: PLW1509  # no thread runs before listen()
         )
         self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
         self._listener: threading.Thread | None = None
@@ -154,6 +199,12 @@ class _Rank:
             return ""
         return self._words.read_text(encoding="utf-8", errors="replace").rstrip()
 
+    def reason(self) -> str:
+        """Its failure in one line."""
+        text = (self.words() or self.last_lines()).strip()
+        line = text.splitlines()[0].removeprefix("error: ") if text else ""
+        return f"rank {self.number} {self.how_it_ended()}" + (line and f": {line}")
+
     def how_it_ended(self) -> str:
         """The manner of its failure."""
         code = self.process.returncode
@@ -198,74 +249,65 @@ def _first_failed(ranks: list[_Rank]) -> _Rank | None:
     if not words and first.exit_code == EXIT_INTERRUPTED:
         return first  # people know: they pressed the keys
     if not words or all(each.words() != words for each in failed if each.rank == 0):
-        print(f"error: rank {first.rank} {first.how_it_ended()}", file=sys.stderr)
+        print(f"error: rank {first.number} {first.how_it_ended()}", file=sys.stderr)
     text = words or first.last_lines()
     if text:
         print(text, file=sys.stderr)
     return first
 
 
-@contextlib.contextmanager
-def _forwarding(ranks: list[_Rank]) -> Iterator[Callable[[], None]]:
-    """Passes signals on to the ranks: from the first call of the yielded function on, as they come,
-    and with that call those that came before, when not all ranks were there."""
-    early: list[int] | None = []
-    requests_to_stop = 0
+class _Forwarding:
+    """Passes signals on to the ranks: from `begin` on as they come, and with it those that came
+    before, when not all ranks were there."""
 
-    def forward(number: int, frame: FrameType | None = None) -> None:
-        nonlocal requests_to_stop
-        if early is not None:
-            early.append(number)
-            return
-        requests_to_stop += number != signal.SIGUSR1
-        for each in ranks:
-            each.send(number if requests_to_stop < _TRIES_BEFORE_KILL else signal.SIGKILL)
+    def __init__(self, ranks: list[_Rank]) -> None:
+        self.came = False
+        """Whether any did."""
+        self._ranks = ranks
+        self._early: list[int] | None = []
+        self._requests_to_stop = 0
+        self._before: dict[int, Any] = {}
 
-    def pass_on() -> None:
-        nonlocal early
-        waiting, early = early or [], None
-        for number in waiting:
-            forward(number)
+    def begin(self) -> None:
+        """All ranks are there."""
+        early, self._early = self._early or [], None
+        for number in early:
+            self._forward(number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
-        yield pass_on
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> _Forwarding:
+        self._before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
-
-def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What a rank needs to find the others, and its share of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc))),
-    }
-    if sys.platform == "linux":
-        # All ranks are here: no need to depend on how this machine's name resolves.
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return environment
+    def _forward(self, number: int, frame: FrameType | None = None) -> None:
+        self.came = True
+        if self._early is not None:
+            self._early.append(number)
+            return
+        self._requests_to_stop += number != signal.SIGUSR1
+        kill = self._requests_to_stop >= _TRIES_BEFORE_KILL
+        for each in self._ranks:
+            each.send(signal.SIGKILL if kill else number)
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _begin(*, listens: bool) -> Callable[[], None]:
+    """What a rank calls first: on Linux, ask for SIGTERM should the launcher be killed.
 
+    One that will listen to signals hears of earlier ones when it does (`resilience.signals`);
+    without that, a rank that has only just been started would die of them.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None  # looked up before the fork
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """What a rank calls first: on Linux, ask for SIGTERM should the launcher be killed."""
-    if sys.platform != "linux":
-        return None
-    library = ctypes.CDLL(None)  # looked up before the fork
-    return lambda: library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    def begin() -> None:
+        if listens:
+            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        if library is not None:
+            library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+    return begin
 
 
 def _keep(pipe: IO[bytes], lines: deque[bytes]) -> None:

@@ -85,6 +85,7 @@ class GatheredMuon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True  # see `optim.skipping`
         self._names, self._held, self._ns_dtype = names, held, ns_dtype
 
     @torch.no_grad()
@@ -94,18 +95,22 @@ class GatheredMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found = getattr(self, "found_inf", None)
+        skipped = None if found is None else found != 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, group, skipped)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any], skipped: Tensor | None) -> None:
         assert parameter.grad is not None
         state, gradient = self.state[parameter], _local(parameter.grad)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         momentum = _local(state["momentum_buffer"])
+        if skipped is not None:  # towards itself, it stays where it is
+            gradient = torch.where(skipped, momentum, gradient)
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         name, stacked = self._names[parameter], parameter.ndim == 3
@@ -115,8 +120,11 @@ class GatheredMuon(torch.optim.Optimizer):
         rate = group["lr"]
         local = _local(parameter)
         direction = direction.to(local.device)  # parameters may be kept off the device
+        before = None if skipped is None else local.clone()
         local.mul_(1 - rate * group["weight_decay"])
         local.add_(direction, alpha=-rate * _adjustment(group["adjust_lr_fn"], whole.shape[-2:]))
+        if skipped is not None and before is not None:
+            local.copy_(torch.where(skipped, before, local))
 
 
 def orthogonalise(matrix: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+from armillary.optim.skipping import can_skip, step_unless
 
 
 class Optimizers:
@@ -26,10 +29,24 @@ class Optimizers:
         ]
         self._rate, self._factor = self._base_rates[0][0] if rate is None else rate, 1.0
 
-    def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+    @property
+    def can_skip(self) -> bool:
+        """Whether `step` may be given `skipped`."""
+        return all(can_skip(optimizer) for optimizer in self.optimizers)
+
+    def step(self, skipped: Tensor | None = None) -> None:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            skipped: [] bool on the parameters' device: true there leaves parameters and state, the
+                counts of steps among it, as they are, whatever the gradients. The host does not
+                ask. None: false.
+        """
         for optimizer in self.optimizers:
-            optimizer.step()
+            if skipped is None:
+                optimizer.step()
+            else:
+                step_unless(skipped, optimizer)
 
     def zero_grad(self) -> None:
         """Drops all gradients."""

@@ -130,6 +130,13 @@ class Mesh:
                 dist.all_reduce(total, group=group)
         return total
 
+    def largest(self, number: Tensor) -> Tensor:
+        """The largest of a scalar over all ranks; a new tensor. Nothing waits for the device."""
+        result = number.detach().clone()
+        if self.dense_view is not None:
+            dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        return result
+
 
 def _view(
     grid: Grid, axes: tuple[str, ...], groups: Mapping[str, ProcessGroup], device_type: str

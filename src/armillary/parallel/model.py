@@ -131,6 +131,7 @@ class ParallelModel:
         self._gradient_hooks = tuple(gradient_hooks)
         self._counted_elsewhere = frozenset(counted_elsewhere)
         self._ending_steps = layers_that_end_steps(self.modules())
+        self._added: Tensor | None = None
 
     def forward_backward(self, task: TaskConfig, microbatches: Sequence[Batch]) -> Tensor:
         """Adds the gradient of the loss, summed over all microbatches of all ranks, to each `grad`.
@@ -188,23 +189,42 @@ class ParallelModel:
         dist.broadcast(first, src=0)
         return [int(number) for number in first.tolist()]
 
-    def end_step(self) -> dict[str, float]:
+    def end_step(self, skipped: Tensor | None = None) -> Tensor:
         """After each optimizer step: what layers do once a step, and what they report of it.
 
-        Figures are the largest over layers, the same on every rank. Waits for the device once,
-        where there is something to report.
+        Nothing waits for the device.
+
+        Args:
+            skipped: [] bool, whether the step shall change nothing; None: it counts.
+
+        Returns:
+            `[n]` fp32 for `statistics`: the largest over layers, the same on every rank.
         """
 
+        added, self._added = self._added, None
+
         def total(tensor: Tensor) -> Tensor:
-            return self.mesh.sum_over(tensor.to(self.mesh.device), TOKEN_AXES)
+            counts = tensor if added is None else tensor + added
+            return self.mesh.sum_over(counts.to(self.mesh.device), TOKEN_AXES)
 
         names = self.whole.statistics
-        largest = end_step(self._ending_steps, total, names, self.mesh.device)
-        if not names:
-            return {}
-        if (group := self.mesh.group("pp")) is not None:
+        largest = end_step(self._ending_steps, total, names, self.mesh.device, skipped)
+        if names and (group := self.mesh.group("pp")) is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        values = zip(names, largest.tolist(), strict=True)
+        return largest
+
+    def take_counts(self) -> Tensor | None:
+        """`[n]` int64, what layers of this rank counted for `end_step`; they start again from 0."""
+        counts = [layer.take_counts() for layer in self._ending_steps]
+        return torch.cat(counts) if counts else None
+
+    def add_counts(self, counts: Tensor) -> None:
+        """Has the next `end_step` count these, of `take_counts`, as well."""
+        self._added = counts
+
+    def statistics(self, figures: Sequence[float]) -> dict[str, float]:
+        """The figures of `end_step`, on the host, by name; without those that none reports."""
+        values = zip(self.whole.statistics, figures, strict=True)
         return {name: value for name, value in values if value != -math.inf}
 
     # What a rank holds, as a module shows it.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from armillary.foundation.errors import Problem, UserError
+from armillary.parallel import agent_store, flight_recorder, meeting
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -105,15 +106,29 @@ def init_process_group(device: torch.device, timeout_seconds: float = 600.0) -> 
                 fix=f"armillary train --nproc {world_size()}, or torchrun",
             )
         )
+    flight_recorder.enable()
     _joined.timeout = timedelta(seconds=timeout_seconds)
+    # A connection of our own to where the ranks met: the group's may be in use, waiting.
+    _joined.store, store = _meet(rank(), world_size(), _joined.timeout)
     dist.init_process_group(
         BACKENDS[device.type],
         timeout=_joined.timeout,
         device_id=device if device.type == "cuda" else None,
+        store=store,
+        rank=rank(),
+        world_size=world_size(),
     )
-    # A connection of our own to the place where the ranks met: the group's may be in use, waiting.
-    _joined.store = next(iter(rendezvous("env://")))[0]
     return True
+
+
+def _meet(rank: int, world_size: int, timeout: timedelta) -> tuple[Any, Any]:
+    """Two connections to the store at which the ranks find each other."""
+    if meeting.is_ours():
+        return meeting.meet(rank, world_size, timeout)
+    if agent_store.is_shared():
+        return agent_store.meet(rank, world_size, timeout)
+    first, second = (next(iter(rendezvous("env://", timeout=timeout)))[0] for _ in range(2))
+    return first, second
 
 
 def timeout() -> timedelta | None:
@@ -124,6 +139,16 @@ def timeout() -> timedelta | None:
 def store() -> Any:
     """Where the ranks met, which outlives a broken collective; None: this process did not join."""
     return _joined.store
+
+
+def gather(row: list[float]) -> list[list[float]]:
+    """Everyone's row, in order of rank; all rows are equally long. On rank 0 only; else empty."""
+    if not dist.is_initialized():
+        return [row]
+    own = torch.tensor(row, dtype=torch.float64)
+    rows = [torch.empty_like(own) for _ in range(world_size())] if is_main() else None
+    dist.gather(own, rows, dst=0)
+    return [each.tolist() for each in rows or []]
 
 
 def destroy() -> None:

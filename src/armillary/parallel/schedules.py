@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import stat
 from collections.abc import Iterator
@@ -137,6 +138,47 @@ def rows_at_once(parallel: Parallel, share: int, wanted: int = 0) -> int:
         return wanted or share
     counts = (many for many in range(1, share + 1) if share % many == 0)
     return share // next((many for many in counts if takes(parallel, many)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How a data rank computes its share of a step."""
+
+    rows: int
+    """Sequences of a microbatch."""
+    microbatches: int
+    """Of one step."""
+    padding: int = 0
+    """Rows of a step, over all ranks, that hold no sequence."""
+
+
+def deal(
+    parallel: Parallel, sequences: int, data_size: int, wanted: int = 0, *, uneven: bool = False
+) -> Deal:
+    """Deals the sequences of a step to ranks and microbatches, evenly if that can be.
+
+    What cannot be dealt evenly gets, where `uneven` allows it, as few more microbatches as the
+    schedule takes and then as little padding as makes them equal.
+
+    Args:
+        parallel: an arrangement that is resolved and without problems.
+        sequences: of a step, 1 or more.
+        data_size: ranks that compute different sequences.
+        wanted: `Budget.microbatch_sequences`; with padding, the most rows of a microbatch.
+        uneven: `Budget.uneven`; without it the recipe is one that can be dealt evenly.
+    """
+    share, rest = divmod(sequences, data_size)
+    rows = rows_at_once(parallel, share, wanted)
+    if not uneven or not (rest or share % rows or not takes(parallel, share // rows)):
+        return Deal(rows, share // rows)
+    share = -(-sequences // data_size)
+    if parallel.pp == 1 or parallel.schedule in SCHEDULES:
+        least = -(-share // (wanted or share))
+        many = next(many for many in itertools.count(least) if takes(parallel, many))
+    else:
+        many = read_table(parallel.schedule).microbatches
+    rows = -(-share // many)
+    return Deal(rows, many, rows * many * data_size - sequences)
 
 
 def _stages_of_file(parallel: Parallel) -> int:

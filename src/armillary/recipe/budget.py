@@ -25,6 +25,9 @@ class Budget:
     microbatch_sequences: int = 0
     """Sequences that a rank computes at once; 0: its whole share of the step, or with a pipeline
     as many as leave its schedule enough microbatches."""
+    uneven: bool = False
+    """Whether a step may be padded with rows that weigh nothing where the ranks, or microbatches of
+    at most `microbatch_sequences`, cannot share its sequences evenly; else that is refused."""
 
     @property
     def total_steps(self) -> int:

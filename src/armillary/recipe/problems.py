@@ -19,6 +19,7 @@ from armillary.recipe.problems_mesh import (
     ranks_wanted,
     too_few_ranks,
 )
+from armillary.recipe.problems_replicas import replica_problems
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
@@ -64,11 +65,13 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
     found += no_length
     found += recipe.model.problems(budget.seq_len)
     parts: list[Any] = [recipe.task, recipe.optimizer, recipe.precision, recipe.compile]
-    parts += [recipe.activation_checkpoint, recipe.checkpoint, recipe.telemetry]
+    parts += [recipe.activation_checkpoint, recipe.checkpoint, recipe.guard, recipe.telemetry]
+    parts += [recipe.watchdog, recipe.replicas]
     for part in parts:
         found += getattr(part, "problems", list)()
     found += _compiled_only(recipe)
     found += _on_the_device(recipe)
+    found += _nowhere_to_go_back_to(recipe)
     if countable and not no_length:
         found += recipe.schedule.problems(budget.total_steps)
         found += _beyond(recipe)
@@ -83,6 +86,7 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
         found += [*misplaced, *undealt]
         if not misfits and not misplaced and not undealt:
             found += microbatch_problems(recipe, world_size)
+            found += replica_problems(recipe, parallel)
     found += recipe.data.problems()
     if data:
         found += [problem for problem in _data(recipe) if problem not in found]
@@ -154,6 +158,25 @@ def _on_the_device(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _nowhere_to_go_back_to(recipe: Recipe) -> Iterator[Problem]:
+    saves = recipe.checkpoint
+    if recipe.guard.policy.needs_checkpoints and not (
+        saves.every or saves.keep_every or saves.ephemeral_every
+    ):
+        yield Problem(
+            "guard.policy goes back to checkpoints, and checkpoint.every = 0 makes none on the way",
+            "checkpoints every so many steps, or another policy",
+            "--checkpoint.every 100",
+        )
+    if recipe.guard.policy.needs_checkpoints and not recipe.replicas.alone:
+        yield Problem(
+            "guard.policy goes back to checkpoints, and the groups of replicas.lighthouse would not"
+            " go back together",
+            "a policy that stops or skips",
+            "--guard.policy skip",
+        )
+
+
 def _not_finite(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
     for leaf in leaves(recipe):
         values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
@@ -197,11 +220,11 @@ def _beyond(recipe: Recipe) -> Iterator[Problem]:
 
 def _batch(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
     """Whole sequences in a step, and as many for each rank and microbatch."""
-    budget, ranks = recipe.budget, parallel.grid.data_size
+    budget, ranks = recipe.budget, parallel.grid.data_size * max(1, recipe.replicas.groups)
     tokens, length, micro = budget.batch_tokens, budget.seq_len, budget.microbatch_sequences
     at_once = max(1, micro)
     sequences, rest = divmod(tokens, length)
-    if not rest and sequences % (ranks * at_once) == 0 and sequences:
+    if not rest and sequences and (budget.uneven or sequences % (ranks * at_once) == 0):
         return
     where = f" on {ranks} data ranks" if ranks > 1 else ""
     if not rest and sequences % ranks == 0:
@@ -225,9 +248,10 @@ def _batch(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
         many = "1 sequence" if sequences == 1 else f"{sequences} sequences"
         what = f"holds {many}, which {ranks} data ranks cannot share evenly"
     in_micro = f" in microbatches of {micro}" if micro > 1 else ""
+    padded = "" if rest or "ep" in recipe.model.divisors() else "; or budget.uneven = true"
     yield Problem(
         f"budget.batch_tokens = {tokens} {what}",
-        f"multiples of {unit}{where}{in_micro}: {', '.join(map(str, legal))}",
+        f"multiples of {unit}{where}{in_micro}: {', '.join(map(str, legal))}{padded}",
         f"--budget.batch-tokens {best}",
     )
 

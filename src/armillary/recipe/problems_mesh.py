@@ -19,7 +19,7 @@ from armillary.parallel.arrangement import (
 from armillary.parallel.config import Parallel, Scale
 from armillary.parallel.grid import DENSE_AXES
 from armillary.parallel.pipeline.rules import split_backward_problems
-from armillary.parallel.schedules import SCHEDULES, read_table, rows_at_once, takes
+from armillary.parallel.schedules import SCHEDULES, deal, read_table, rows_at_once, takes
 from armillary.recipe.recipe import Recipe
 
 _NEEDS_EXPERTS = ("ep", "expert_tp")
@@ -98,7 +98,10 @@ def _change_of_model(recipe: Recipe, axis: str) -> str | None:
 def microbatch_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     """Whether a pipeline can be fed; only for a step that the data ranks can share."""
     parallel = recipe.parallel.resolve(world_size)
-    budget, ranks = recipe.budget, parallel.grid.data_size
+    budget, ranks = recipe.budget, parallel.grid.data_size * max(1, recipe.replicas.groups)
+    if budget.uneven:
+        yield from _padding(recipe, parallel)
+        return
     share = budget.batch_tokens // budget.seq_len // ranks
     at_once = rows_at_once(parallel, share, budget.microbatch_sequences)
     if takes(parallel, share // at_once):
@@ -121,6 +124,22 @@ def microbatch_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         f"{at_once} at once",
         allowed,
         fix,
+    )
+
+
+def _padding(recipe: Recipe, parallel: Parallel) -> Iterator[Problem]:
+    """Rows that weigh nothing must not count in anything else either."""
+    budget, ranks = recipe.budget, parallel.grid.data_size * max(1, recipe.replicas.groups)
+    sequences, wanted = budget.batch_tokens // budget.seq_len, budget.microbatch_sequences
+    dealt = deal(parallel, sequences, ranks, wanted, uneven=True)
+    if not dealt.padding or "ep" not in recipe.model.divisors():
+        return
+    tokens = (sequences + dealt.padding) * budget.seq_len
+    yield Problem(
+        f"budget.uneven = true pads the {sequences} sequences of a step with {dealt.padding} rows"
+        f" on {ranks} data ranks, and the loads of the experts would count them",
+        allowed=f"steps that {ranks} data ranks share evenly, such as {tokens} tokens",
+        fix=f"--budget.batch-tokens {tokens}",
     )
 
 

@@ -28,8 +28,11 @@ from armillary.parallel.config import (
     NoCheckpoint,
     Parallel,
 )
+from armillary.parallel.replicas.config import Replicas
 from armillary.precision.config import Precision
 from armillary.recipe.budget import Budget, Sampling, Validation
+from armillary.resilience.guard_config import Guard
+from armillary.resilience.watchdog_config import Watchdog
 from armillary.tasks.next_token import NextToken
 from armillary.tasks.task import TaskConfig
 from armillary.telemetry.config import Telemetry
@@ -59,6 +62,8 @@ class Recipe:
     """Of the p-norm that is reported and clipped by; 1 or more, or inf."""
     parallel: Parallel = field(default_factory=Parallel)
     """How the ranks are arranged."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """Groups of ranks that may come and go, each a run by itself."""
     precision: Precision = field(default_factory=Precision)
     """Number formats."""
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=NoCheckpoint)
@@ -69,6 +74,10 @@ class Recipe:
     """Looks at held-out documents."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """When to save, and how much to keep."""
+    guard: Guard = field(default_factory=Guard)
+    """What is done about steps that would poison the run."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    """What is done about ranks that stop making progress."""
     telemetry: Telemetry = field(default_factory=Telemetry)
     """What the run reports, and where."""
     sampling: Sampling = field(default_factory=Sampling)

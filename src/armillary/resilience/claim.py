@@ -1,13 +1,12 @@
-"""One run at a time in a run folder, and enough room in it. Imports no torch."""
+"""One run at a time in a run folder. Imports no torch."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import shutil
 import socket
-import uuid
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +15,27 @@ from filelock import FileLock, Timeout
 
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import write_atomically
-from armillary.foundation.run_folder import EVENTS_FILE, RECIPE_FILE
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, EVENTS_FILE, RECIPE_FILE
 
 LOCK_NAME = ".lock"
 HOLDER_NAME = ".lock-holder.json"
 
 # What shows that a folder is a run's: both are written before its first step.
 _RUN_FILES = (RECIPE_FILE, EVENTS_FILE)
-_CLAIM_FILES = {LOCK_NAME, HOLDER_NAME}
+# What a start leaves that ended before it wrote anything.
+_CLAIM_FILES = {LOCK_NAME, HOLDER_NAME, CHECKPOINTS_FOLDER}
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What a folder is called in messages, and the option that names it."""
+
+    what: str
+    option: str
+
+
+_RUN = _Words("run folder", "--run DIR")
+_CHECKPOINTS = _Words("checkpoints folder", "--checkpoint.folder DIR")
 
 
 class RunClaim:
@@ -62,15 +74,28 @@ def claim_run(folder: Path) -> RunClaim:
             written to. Nothing that was there before has changed.
     """
     _refuse_foreign(folder)
+    return _lock(folder, _RUN)
+
+
+def claim_checkpoints(folder: Path) -> RunClaim:
+    """The same for a folder of checkpoints that is not in the run folder, whatever it holds.
+
+    Raises:
+        UserError: another process has it, or it cannot be written to.
+    """
+    return _lock(folder, _CHECKPOINTS)
+
+
+def _lock(folder: Path, words: _Words) -> RunClaim:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # thread_local off: the claim may be released by another thread than took it.
         lock = FileLock(folder / LOCK_NAME, timeout=0, thread_local=False)
         lock.acquire()
     except Timeout:
-        raise UserError(_in_use(folder)) from None
+        raise UserError(_in_use(folder, words)) from None
     except (OSError, NotImplementedError) as error:
-        raise UserError(_cannot_write(folder, error)) from None
+        raise UserError(_cannot_write(folder, error, words)) from None
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -80,35 +105,8 @@ def claim_run(folder: Path) -> RunClaim:
         write_atomically(folder / HOLDER_NAME, json.dumps(holder) + "\n")
     except OSError as error:
         lock.release()
-        raise UserError(_cannot_write(folder, error)) from None
+        raise UserError(_cannot_write(folder, error, words)) from None
     return RunClaim(folder, lock)
-
-
-def check_space(folder: Path, bytes_needed: int) -> None:
-    """Writes a trial file and compares the free space with what is needed, before hours are spent.
-
-    Raises:
-        UserError: `folder` cannot be written to, or has too little room.
-    """
-    trial = folder / f".trial-{uuid.uuid4().hex}"
-    try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(trial, b"x" * 4096)
-        finally:
-            trial.unlink(missing_ok=True)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise UserError(_cannot_write(folder, error)) from None
-    if free < bytes_needed:
-        raise UserError(
-            Problem(
-                f"{folder} has {_size(free)} free, but this run needs about {_size(bytes_needed)}",
-                "room for the checkpoints that are kept and the one being written",
-                "free some space, choose another folder with --run DIR,"
-                " or keep fewer with --checkpoint.keep-last 1",
-            )
-        )
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -119,7 +117,7 @@ def _refuse_foreign(folder: Path) -> None:
             raise UserError(Problem(f"run folder {folder} is a file", "a folder", "--run DIR"))
         names = {entry.name for entry in folder.iterdir()} - _CLAIM_FILES
     except OSError as error:
-        raise UserError(_cannot_write(folder, error)) from None
+        raise UserError(_cannot_write(folder, error, _RUN)) from None
     if names and not names.intersection(_RUN_FILES):
         example = ", ".join(sorted(names)[:3])
         raise UserError(
@@ -131,33 +129,27 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _in_use(folder: Path) -> Problem:
+def _in_use(folder: Path, words: _Words) -> Problem:
     who = "another process"
     try:
         holder = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
         who = f"process {holder['pid']} on {holder['host']} (since {holder['since']})"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # it has only just taken the lock, or is only just giving it back
     return Problem(
-        f"run folder {folder} is in use by {who}",
+        f"{words.what} {folder} is in use by {who}",
         "one run at a time in a folder",
-        "stop that run first, or choose another folder with --run DIR",
+        f"stop that run first, or choose another folder with {words.option}",
     )
 
 
-def _cannot_write(folder: Path, error: Exception) -> Problem:
+def _cannot_write(folder: Path, error: Exception, words: _Words) -> Problem:
     number = getattr(error, "errno", None)
     why = os.strerror(number) if number is not None else str(error)
     if number == errno.ENOSPC:
-        return Problem(f"no space left in {folder}", fix="free some space, or --run DIR elsewhere")
+        return Problem(f"no space left in {folder}", fix=f"free some space, or {words.option}")
     return Problem(
-        f"run folder {folder} cannot be written to ({why})",
+        f"{words.what} {folder} cannot be written to ({why})",
         "a folder in which this user may make files",
-        "--run DIR elsewhere, or change its permissions",
+        f"{words.option} elsewhere, or change its permissions",
     )
-
-
-def _size(amount: int) -> str:
-    if amount < 10**9:
-        return f"{amount / 1e6:.1f} MB"
-    return f"{amount / 1e9:.1f} GB"

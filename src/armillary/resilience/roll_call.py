@@ -1,8 +1,10 @@
-"""Says which ranks were lost when a collective fails.
+"""What ranks tell each other while they wait: that they live, who was lost, that one was asked to
+stop, that one has come to a standstill.
 
 A collective that breaks tells of a closed connection or of a timeout, not of who is missing. So
 every rank leaves a sign of life, once a second, at the store where the ranks first met, from a
-thread of its own: a rank that waits in a collective is alive as well.
+thread of its own: a rank that waits in a collective is alive as well. With each sign it looks
+whether there is news.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ _HEARING_PERIODS = 3
 _ASKERS = 8
 """Ranks that look for signs of life. Were ten thousand to look for ten thousand, the store would be
 busy for an hour; the others wait for the finding of these."""
+_SLICE_SECONDS = 0.2
+"""How soon what this rank has to tell is sent, between two signs of life."""
 _ASKED = "armillary/asked"
+_NEWS = "armillary/news"
+"""There as soon as any of the following is: one look is enough for as long as there is nothing."""
 _VERDICT = "armillary/lost"
+_STOP = "armillary/stop"
+_CALL = "armillary/call"
 _LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -69,15 +77,18 @@ class RollCall:
     def __init__(
         self, store: Store | None, *, rank: int, world_size: int, period: float | None = None
     ) -> None:
-        self._store = store if world_size > 1 else None
-        self._rank, self._world_size = rank, world_size
-        self._period = period or max(1.0, world_size / _RANKS_PER_SECOND)
+        self.store = store if world_size > 1 else None
+        self.rank, self.world_size = rank, world_size
+        self.period = period or max(1.0, world_size / _RANKS_PER_SECOND)
         self._heard: list[int] | None = None
+        self._stop: str | None = None
+        self._told_of_stop = False
+        self._call: str | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="signs-of-life", daemon=True)
 
     def __enter__(self) -> RollCall:
-        if self._store is not None:
+        if self.store is not None:
             self._thread.start()
         return self
 
@@ -89,7 +100,25 @@ class RollCall:
     ) -> None:
         self._leaving.set()
         if self._thread.is_alive():
-            self._thread.join(self._period)
+            self._thread.join(self.period)
+
+    def post_stop(self, name: str) -> None:
+        """Tells all ranks, wherever they wait, that this one was asked to stop, by signal `name`.
+
+        Never blocks and takes no lock, so a signal handler may call it; all have heard of it within
+        about a period. What was posted first stays.
+        """
+        self._stop = self._stop or name
+
+    @property
+    def stop_posted(self) -> str | None:
+        """The signal by which some rank, this one included, was asked to stop; None: none was."""
+        return self._stop
+
+    @property
+    def call(self) -> str | None:
+        """The newest call of the watchdog that this rank has heard (`post_call`)."""
+        return self._call
 
     @contextlib.contextmanager
     def naming_the_lost(self) -> Iterator[None]:
@@ -105,12 +134,21 @@ class RollCall:
         except ArmillaryError:
             raise
         except Exception as error:
-            if self._store is None or not _is_of_a_lost_peer(error):
+            if self.store is None or not _is_of_a_lost_peer(error):
                 raise
             lost = self.lost()
             if not lost:
                 raise
             raise _gone(lost, error) from error
+
+    def require_all(self) -> None:
+        """For work that waits for other ranks: ends it once some rank was found to be lost.
+
+        Raises:
+            RunError: ranks are missing.
+        """
+        if found := self._heard:
+            raise _gone(found, TimeoutError("it leaves no sign of life"))
 
     def lost(self) -> list[int]:
         """The ranks without a sign of life; rank 0 where the store itself went with it.
@@ -119,7 +157,7 @@ class RollCall:
         life, whatever they wait in: it may be gone itself, and the store with it, before they come
         to ask. So it also stays for as long as they need to hear.
         """
-        store = self._store
+        store = self.store
         assert store is not None
         try:
             if (found := self._heard or _verdict(store)) is not None:
@@ -132,44 +170,77 @@ class RollCall:
 
     def _look(self, store: Store) -> list[int]:
         before = self._signs(store)
-        time.sleep(_SILENT_PERIODS * self._period)
+        time.sleep(_SILENT_PERIODS * self.period)
         if (found := _verdict(store)) is not None:
             return found
         after = self._signs(store)
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         found = [rank for rank in others if after[rank] == before[rank]]
         if found:
-            store.set(_VERDICT, " ".join(map(str, found)))
-            time.sleep(_HEARING_PERIODS * self._period)
+            post(store, _VERDICT, " ".join(map(str, found)))
+            time.sleep(_HEARING_PERIODS * self.period)
         return found
 
     def _told(self, store: Store) -> list[int]:
         """What those who look have found, when they have had time for it."""
         for _ in range(2 * _SILENT_PERIODS):
-            time.sleep(self._period)
+            time.sleep(self.period)
             if (found := _verdict(store)) is not None:
                 return found
         return []
 
     def _signs(self, store: Store) -> list[int]:
-        return [store.add(_key(rank), 0) for rank in range(self._world_size)]
+        return [store.add(_key(rank), 0) for rank in range(self.world_size)]
 
     def _beat(self) -> None:
-        assert self._store is not None
+        assert self.store is not None
+        due = time.monotonic()
         while not self._leaving.is_set():
             try:
-                self._store.add(_key(self._rank), 1)
-                self._heard = _verdict(self._store)
+                self._tell_of_stop(self.store)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self.period
+                    self.store.add(_key(self.rank), 1)
+                    self._listen(self.store)
             except Exception:  # the store is gone: a collective will tell
                 return
-            self._leaving.wait(self._period)
+            self._leaving.wait(min(_SLICE_SECONDS, self.period))
+
+    def _tell_of_stop(self, store: Store) -> None:
+        if self._stop is not None and not self._told_of_stop:
+            self._told_of_stop = True
+            if read(store, _STOP) is None:
+                post(store, _STOP, self._stop)
+
+    def _listen(self, store: Store) -> None:
+        if not store.check([_NEWS]):
+            return
+        self._heard = _verdict(store)
+        self._call = read(store, _CALL)
+        if self._stop is None and (name := read(store, _STOP)) is not None:
+            self._stop, self._told_of_stop = name, True
+
+
+def post(store: Store, key: str, text: str) -> None:
+    """Leaves something that every rank is to hear of with its next sign of life."""
+    store.set(key, text)
+    store.set(_NEWS, "")
+
+
+def post_call(store: Store, text: str) -> None:
+    """Leaves a call for `RollCall.call` of every rank; it takes the place of the one before."""
+    post(store, _CALL, text)
+
+
+def read(store: Store, key: str) -> str | None:
+    """What was left under a key; None: nothing so far. Does not wait for it."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _verdict(store: Store) -> list[int] | None:
     """What a rank has found; None: nothing so far."""
-    if not store.check([_VERDICT]):
-        return None
-    return [int(rank) for rank in store.get(_VERDICT).decode().split()]
+    found = read(store, _VERDICT)
+    return None if found is None else [int(rank) for rank in found.split()]
 
 
 def _key(rank: int) -> str:

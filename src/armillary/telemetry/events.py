@@ -14,10 +14,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from armillary.foundation.errors import Problem, RunError
+from armillary.foundation.tell import tell
+from armillary.telemetry.line_file import LineFile, parsed_line
 from armillary.telemetry.schema import SCHEMA_VERSION, checked_event
 from armillary.telemetry.sinks.sink import Sink
 
-_MAX_UNWRITTEN_BYTES = 64 * 2**20
+_DETAIL = ("step", "ranks", "sample")
+"""Kinds of events that go first when those that wait for a full disk need too much memory."""
 
 
 class EventLog:
@@ -25,7 +28,14 @@ class EventLog:
 
     A line is one `write` to a descriptor opened for appending, so a killed process leaves whole
     lines; a line torn by a full disk or a crash of the machine is cut when the log is opened again.
-    When the disk is full the lines wait in memory and training goes on.
+    While the disk is full or gone the lines wait in memory and training goes on; see `LineFile`.
+
+    Args:
+        path: opened, or created; None keeps no file (ranks other than 0).
+        rank: this process's.
+        sinks: views that hear of each event.
+        clock: seconds since the epoch.
+        patience_seconds: how long `close` insists on lines that cannot be written.
     """
 
     def __init__(
@@ -35,26 +45,23 @@ class EventLog:
         sinks: Sequence[Sink] = (),
         *,
         clock: Callable[[], float] = time.time,
+        patience_seconds: float = 10.0,
     ) -> None:
-        """Opens, or creates, the log at `path`; None keeps no file (ranks other than 0)."""
         self.path = path
         self.rank = rank
         self._clock = clock
+        self._patience_seconds = patience_seconds
         self._lock = threading.RLock()
         self._sinks = list(sinks)
-        self._unwritten = bytearray()
-        self._write_failed = False
         self._closed = False
-        self._descriptor: int | None = None
-        if path is not None:
-            cut = cut_torn_tail(path)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            if cut:
-                self.warn(
-                    f"cut {cut} bytes of an incomplete last line",
-                    where=path.name,
-                    hint="the machine went down, or its disk was full, while it was written",
-                )
+        self._told_of_failure = False
+        self._file = None if path is None else LineFile(path)
+        if self._file is not None and self._file.cut:
+            self.warn(
+                f"cut {self._file.cut} bytes of an incomplete last line",
+                where=self._file.path.name,
+                hint="the machine went down, or its disk was full, while it was written",
+            )
 
     @classmethod
     def silent(cls, rank: int = 0) -> EventLog:
@@ -93,11 +100,8 @@ class EventLog:
             for sink in list(self._sinks):
                 self._guarded(sink, sink.close, step=0)
             self._sinks.clear()
-            if self._descriptor is not None:
-                self._write_out()
-                os.fsync(self._descriptor)
-                os.close(self._descriptor)
-                self._descriptor = None
+            if self._file is not None and (lost := self._file.close(self._patience_seconds)):
+                tell(f"warning: {lost} events could not be written: {self._why(self._file)}")
             self._closed = True
 
     def __enter__(self) -> Self:
@@ -113,40 +117,25 @@ class EventLog:
 
     def _append(self, event: dict[str, Any]) -> None:
         assert not self._closed, "the log is closed"
-        if self._descriptor is None:
+        if self._file is None:
             return
         line = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        self._unwritten += line.encode("utf-8", "backslashreplace") + b"\n"
-        self._write_out()
+        data = line.encode("utf-8", "backslashreplace") + b"\n"
+        if self._file.append(data, detail=event["kind"] in _DETAIL):
+            self._told_of_failure = False
+            if dropped := self._file.dropped:
+                self._file.dropped = 0
+                message = f"{dropped} events are missing: there was no room for them to wait"
+                self.warn(message, where="events", hint="the oldest steps went first")
+        elif not self._told_of_failure:
+            self._told_of_failure = True
+            message = f"cannot write {self._why(self._file)}"
+            hint = "free some space, or bring the disk back; events wait in memory until then"
+            self.warn(message, where="events", hint=hint, step=event["step"])
 
-    def _write_out(self) -> None:
-        """Writes what waits; when that fails, it keeps waiting, and the sinks are told once."""
-        assert self._descriptor is not None
-        try:
-            while self._unwritten:
-                written = os.write(self._descriptor, self._unwritten)
-                del self._unwritten[:written]
-            self._write_failed = False
-        except OSError as error:
-            if len(self._unwritten) > _MAX_UNWRITTEN_BYTES:
-                raise RunError(
-                    Problem(f"{self.path}: {error.strerror}", fix="free space on this disk")
-                ) from error
-            if not self._write_failed:
-                self._write_failed = True
-                self._show(
-                    checked_event(
-                        "warning",
-                        time=self._clock(),
-                        rank=self.rank,
-                        step=0,
-                        fields={
-                            "message": f"cannot write {self.path}: {error.strerror}",
-                            "where": "events",
-                            "hint": "free some space; events wait in memory until then",
-                        },
-                    )
-                )
+    @staticmethod
+    def _why(file: LineFile) -> str:
+        return f"{file.path}: {file.failure}"
 
     def _show(self, event: dict[str, Any]) -> None:
         for sink in list(self._sinks):
@@ -168,46 +157,6 @@ class EventLog:
             )
 
 
-def cut_torn_tail(path: Path) -> int:
-    """Cuts what follows the last whole line; returns how many bytes that was."""
-    if not path.exists():
-        return 0
-    size = path.stat().st_size
-    whole = _end_of_last_whole_line(path, size)
-    if whole < size:
-        os.truncate(path, whole)
-    return size - whole
-
-
-def _end_of_last_whole_line(path: Path, size: int) -> int:
-    """Offset after the last line that is a JSON object; lines are looked at from the end."""
-    reach = 64 * 2**10
-    with path.open("rb") as file:
-        while True:
-            start = max(0, size - reach)
-            file.seek(start)
-            block = file.read(size - start)
-            end = len(block)
-            while (newline := block.rfind(b"\n", 0, end)) >= 0:
-                before = block.rfind(b"\n", 0, newline)
-                if before < 0 and start > 0:
-                    break
-                if _parsed(block[before + 1 : newline]) is not None:
-                    return start + newline + 1
-                end = newline
-            if start == 0:
-                return 0
-            reach *= 8
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
-
-
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a log, in order. A torn last line, as in a log being written, is left out.
 
@@ -225,7 +174,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                         fix="restore the file from a copy, or remove that line",
                     )
                 )
-            event = _parsed(line) if line.endswith(b"\n") else None
+            event = parsed_line(line) if line.endswith(b"\n") else None
             if event is None:
                 broken = number
             else:

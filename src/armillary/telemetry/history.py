@@ -40,6 +40,13 @@ _READ: dict[str, dict[str, tuple[type, ...]]] = {
     "warning": {"message": _TEXT, "hint": _TEXT},
     "error": {"message": _TEXT, "hint": _TEXT},
     "stop": {"reason": _TEXT, "exit_code": _WHOLE},
+    "rewind": {"to_step": _WHOLE},
+    "ranks": {
+        "steps": _WHOLE,
+        "slowest": _WHOLE,
+        "slowest_host": (str, type(None)),
+        "slowest_over_median": _MAYBE,
+    },
 }
 """What is read of each kind of event, and what it may be."""
 
@@ -61,6 +68,8 @@ class History:
     """Latest `checkpoint` event by path."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """`warning` and `error` events."""
+    ranks: dict[str, Any] | None = None
+    """The latest `ranks` event."""
     last_time: float | None = None
     unreadable: bool = False
     """Whether the events could not be read."""
@@ -78,9 +87,7 @@ class History:
         if kind == "start":
             self.start, self.stop = kept, None
             self.starts += 1
-            begin = kept["resumed_from"] or 0
-            self.steps = {step: old for step, old in self.steps.items() if step <= begin}
-            self.validations = [old for old in self.validations if old["step"] <= begin]
+            self._forget_after(kept["resumed_from"] or 0)
         elif kind == "step":
             self.steps[kept["step"]] = kept
         elif kind == "validation":
@@ -89,8 +96,17 @@ class History:
             self.checkpoints[kept["path"]] = kept
         elif kind in ("warning", "error"):
             self.warnings.append(kept)
+        elif kind == "ranks":
+            self.ranks = kept
+        elif kind == "rewind":
+            self._forget_after(kept["to_step"])
         elif kind == "stop":
             self.stop = kept
+
+    def _forget_after(self, step: int) -> None:
+        """What came after is repeated, or never was."""
+        self.steps = {number: old for number, old in self.steps.items() if number <= step}
+        self.validations = [old for old in self.validations if old["step"] <= step]
 
     @property
     def last_step(self) -> int:

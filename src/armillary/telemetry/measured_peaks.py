@@ -52,6 +52,6 @@ def _flops_of(entry: object, default: float) -> float:
 def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

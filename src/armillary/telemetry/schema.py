@@ -46,6 +46,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "error": ("message", "where", "hint"),
     "stop": ("reason", "exit_code"),
     "message": ("message",),
+    "rewind": ("message", "to_step", "samples", "rewinds"),
+    "ranks": ("steps", "slowest", "slowest_over_median", "busy_seconds"),
     "sample": ("prompt", "text"),
     "profile": ("path", "first_step", "last_step"),
 }
@@ -63,10 +65,12 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
         "checkpoint_every",
         "data_fingerprint",
         "corpus_fingerprint",
+        "restart",
     ),
     "step": (
         "epoch",
         "sample_ids",
+        "skipped",
         "gradient_norms",
         "expert_load_max_over_mean",
         "expert_idle_share",
@@ -76,9 +80,16 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
         "checkpoint_seconds",
         "other_seconds",
     ),
+    "ranks": (
+        "slowest_host",
+        "step_seconds",
+        "data_seconds",
+        "garbage_seconds",
+        "checkpoint_seconds",
+    ),
     "validation": ("bytes", "seconds"),
-    "checkpoint": ("message", "hint"),
-    "stop": ("seconds",),
+    "checkpoint": ("message", "hint", "tries", "superseded"),
+    "stop": ("seconds", "seconds_from_signal"),
     "message": ("gzip_each", "gzip_all", "xz_all"),
 }
 """Fields that are documented and may be absent."""

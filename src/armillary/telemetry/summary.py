@@ -17,6 +17,7 @@ _MOST_WARNINGS = 10
 _COLUMNS = ("name", "recipe", "steps", "loss", "bits/byte", "tokens", "state", "age")
 _LEFT = ("name", "recipe", "state")
 _LABEL_WIDTH = 12
+_OF_RANKS = ("busy", "data", "garbage", "checkpoint")
 
 
 def summary_of(history: History) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def details_of(history: History) -> dict[str, Any]:
         "validations": history.validations,
         "seconds": seconds,
         "shares": {name: value / total for name, value in seconds.items()} if total else {},
+        "ranks": history.ranks,
         "checkpoints": history.kept_checkpoints(),
         "warnings": history.warnings,
     }
@@ -91,7 +93,8 @@ def run_page(history: History, now: float | None = None) -> str:
     """One run as a page of text."""
     now = time.time() if now is None else now
     lines = [*_overview(history, now), *_learning(history), *_speed(history)]
-    lines += [*_time_shares(history), *_checkpoints(history), *_warnings(history)]
+    lines += [*_time_shares(history), *_ranks(history)]
+    lines += [*_checkpoints(history), *_warnings(history)]
     return "\n".join(lines)
 
 
@@ -160,6 +163,26 @@ def _time_shares(history: History) -> list[str]:
         f"{name.replace('_', '-')} {percent(value / total)}" for name, value in seconds.items()
     )
     return [_line("time", f"{duration(total)} in steps: {', '.join(shares)}")]
+
+
+def _ranks(history: History) -> list[str]:
+    """Who the others wait for, by the newest report."""
+    event = history.ranks
+    if event is None:
+        return []
+    parts = []
+    for name in _OF_RANKS:
+        spread = event.get(f"{name}_seconds")
+        if isinstance(spread, Mapping) and all(
+            isinstance(spread.get(key), int | float) for key in ("median", "max", "rank")
+        ):
+            of = f"{spread['median']:.3g} s (rank {spread['rank']}: {spread['max']:.3g} s)"
+            parts.append(f"{name} {of}")
+    host = f" ({printable(event['slowest_host'])})" if event.get("slowest_host") else ""
+    ratio = number(event["slowest_over_median"], ".2f")
+    slowest = f"slowest is rank {event['slowest']}{host}, {ratio} times the median"
+    lines = [_line("ranks", f"{slowest} over {event['steps']} steps to step {event['step']}")]
+    return [*lines, _line("", f"median of a step: {', '.join(parts)}")] if parts else lines
 
 
 def _checkpoints(history: History) -> list[str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from armillary.foundation.progress import mark
+
 PHASES = ("data", "forward_backward", "optimizer", "checkpoint")
 _ON_DEVICE = ("forward_backward", "optimizer")
 
@@ -40,13 +42,34 @@ class StepSeconds:
         }
 
 
+class StepEnded:
+    """A step that has ended for the host, while the device may still be busy with it."""
+
+    def __init__(
+        self,
+        step: float,
+        by_phase: dict[str, float],
+        events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]],
+    ) -> None:
+        self._step, self._by_phase, self._events = step, by_phase, events
+
+    def seconds(self) -> StepSeconds:
+        """Its seconds by phase; waits until the device has done all of it. To be called once."""
+        if self._events:
+            self._events[-1][2].synchronize()
+            for name, first, last in self._events:
+                self._by_phase[name] += first.elapsed_time(last) / 1e3
+        other = max(0.0, self._step - sum(self._by_phase.values()))
+        return StepSeconds(step=self._step, other=other, **self._by_phase)
+
+
 class StepTimer:
-    """Splits the wall time between two calls of `finish` into phases.
+    """Splits the wall time between two calls of `end` into phases.
 
     Host clock: a phase lasts from entering to leaving it. On a GPU the host runs ahead of the
     device, so forward-backward and optimizer are timed by events in the device's stream instead;
-    `data` and `checkpoint` are what the host waited. No phase synchronises. `finish` waits for the
-    last recorded event, once a step, after the host has already read that step's loss.
+    `data` and `checkpoint` are what the host waited. Neither a phase nor `end` synchronises;
+    `StepEnded.seconds` waits for the last recorded event, once the host has read that step's loss.
     """
 
     def __init__(
@@ -65,6 +88,7 @@ class StepTimer:
         assert name in PHASES, f"no such phase: {name}"
         assert self._active is None, f"phase {name} inside phase {self._active}"
         self._active = name
+        mark(name)
         begun = self._clock()
         on_device = self._device is not None and name in _ON_DEVICE
         first = self._record() if on_device else None
@@ -76,6 +100,7 @@ class StepTimer:
             else:
                 self._seconds[name] += self._clock() - begun
             self._active = None
+            mark(f"after {name}")
 
     def restart(self) -> None:
         """Forgets what was measured and starts a step now (before the first, after validation)."""
@@ -83,18 +108,11 @@ class StepTimer:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._events.clear()
 
-    def finish(self) -> StepSeconds:
-        """Ends the step: its seconds; the next step starts now."""
-        if self._events:
-            self._events[-1][2].synchronize()
-            for name, first, last in self._events:
-                self._seconds[name] += first.elapsed_time(last) / 1e3
-        step = self._clock() - self._start
-        seconds = StepSeconds(
-            step=step, other=max(0.0, step - sum(self._seconds.values())), **self._seconds
-        )
+    def end(self) -> StepEnded:
+        """Ends the step, without waiting for the device; the next step starts now."""
+        ended = StepEnded(self._clock() - self._start, self._seconds, list(self._events))
         self.restart()
-        return seconds
+        return ended
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

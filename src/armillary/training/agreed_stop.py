@@ -14,7 +14,7 @@ class AgreedStop:
     """What this process was asked, and the ranks that must hear of it."""
 
     request: StopRequest
-    """Of this process alone; to be asked in work that `Ranks` runs, which tells the others."""
+    """Of this process; to be asked in work that `Ranks` runs, which tells the others."""
     ranks: Ranks
 
     def check(self) -> None:
@@ -33,5 +33,11 @@ class AgreedStop:
         """
         totals, stop = self.ranks.sums_and_any(numbers, self.request.requested)
         if stop:
-            raise Stopped(self.request.signal_name or "another rank")
+            names = self.ranks.together(lambda: self.request.signal_name)
+            raise Stopped(next(filter(None, names)))  # the same on every rank
         return totals
+
+    def seconds(self) -> float | None:
+        """Since the first signal that any rank got; all ranks ask together. None: none got one."""
+        found = self.ranks.together(lambda: self.request.seconds)
+        return max((each for each in found if each is not None), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,10 @@ from armillary.parallel.materialise import materialise
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.model import ParallelModel
 from armillary.parallel.parallelize import parallelize
+from armillary.parallel.replicas.outer import Outer, build_outer
 from armillary.recipe.recipe import Recipe
 from armillary.tasks.task import TaskConfig
+from armillary.training.interruptible import leavable
 from armillary.training.step_shape import StepShape
 
 
@@ -47,6 +50,8 @@ class Assembly:
     model: ParallelModel
     task: TaskConfig
     optimizers: Optimizers
+    outer: Outer
+    """What ends the rounds of replica groups."""
     schedule: Schedule
     total_steps: int
 
@@ -61,13 +66,21 @@ def scale_of(recipe: Recipe) -> Scale:
     )
 
 
-def open_data(recipe: Recipe, progress: Progress, ranks: Ranks) -> RunData:
+def open_data(
+    recipe: Recipe,
+    progress: Progress,
+    ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
+) -> RunData:
     """Finds or builds the tokens, once for all ranks.
+
+    Args:
+        check: Called all the while; may raise to leave. The next build goes on from whole pieces.
 
     Raises:
         UserError: the corpus, the tokenizer and the model do not fit together.
     """
-    store = ranks.main_first(lambda: build(recipe.data, progress))
+    store = ranks.main_first(lambda: leavable(lambda: build(recipe.data, progress), check))
     vocabulary = store.tokenizer.vocab_size
     if vocabulary > recipe.model.vocab_size:
         raise UserError(
@@ -128,10 +141,13 @@ def assemble(recipe: Recipe, mesh: Mesh, data: RunData) -> Assembly:
             data_rank=mesh.data_rank,
             data_size=mesh.data_size,
             parallel=mesh.parallel,
+            uneven=recipe.budget.uneven,
+            groups=recipe.replicas.groups,
         ),
         model=model,
         task=recipe.task,
         optimizers=recipe.optimizer.build(model),
+        outer=build_outer(recipe.replicas, model),
         schedule=recipe.schedule.build(total_steps),
         total_steps=total_steps,
     )

@@ -12,6 +12,7 @@ from armillary.telemetry.events import EventLog
 from armillary.telemetry.format import quantity
 from armillary.training.assembly import Assembly
 from armillary.training.compressors import CompressorBits, measure_compressors
+from armillary.training.interruptible import Interruptible
 from armillary.training.session import Session
 from armillary.training.validation import ValidationResult
 
@@ -43,7 +44,8 @@ def close_run(session: Session, log: EventLog, progress: Progress) -> Closing:
         message = f"the compressors were not asked: {reason}"
         log.emit("message", session.position.step, message=message)
     elif results:
-        compressors = session.stop.ranks.on_main(lambda: _compressors(assembly, progress))
+        checked = Interruptible(progress, session.stop.request.check)  # of one rank: all hear of it
+        compressors = session.stop.ranks.on_main(lambda: _compressors(assembly, checked))
         log.emit(
             "message",
             session.position.step,
@@ -71,8 +73,9 @@ def _compressors(assembly: Assembly, progress: Progress) -> CompressorBits:
     documents = [
         document for split in assembly.data.store.validation for document in split.documents_bytes()
     ]
-    with progress.task("compressing the held-out text, to compare"):
-        return measure_compressors(documents)
+    total = 3 * sum(map(len, documents))
+    with progress.task("compressing the held-out text, to compare", total, "B") as advance:
+        return measure_compressors(documents, advance)
 
 
 def _write_samples(session: Session, log: EventLog, progress: Progress) -> None:

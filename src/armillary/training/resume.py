@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from armillary.checkpoint import rng
 from armillary.checkpoint.find import Found
-from armillary.checkpoint.manifest import step_folders, step_name
+from armillary.checkpoint.manifest import step_names, step_of
+from armillary.checkpoint.places.place import Place
 from armillary.checkpoint.state import restore_training
 from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import EXIT_FINISHED, ArmillaryError, Problem, UserError
 from armillary.foundation.files import write_atomically
-from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from armillary.foundation.run_folder import RECIPE_FILE
+from armillary.foundation.strict_json import parse_json
 from armillary.parallel import process
 from armillary.recipe.diff import diff
 from armillary.recipe.overrides import apply
@@ -40,6 +43,8 @@ class Beginning:
     """Step of the checkpoint; None for a run that starts anew."""
     saved_step: int | None = None
     """The same, if it is one of the run's own, which need not be saved again."""
+    notes: tuple[str, ...] = ()
+    """What a partial load has left out, for people."""
 
 
 def begin_anew(assembly: Assembly) -> Beginning:
@@ -49,37 +54,84 @@ def begin_anew(assembly: Assembly) -> Beginning:
     return Beginning(position=position, provenance={"from": "scratch"})
 
 
-def restore(assembly: Assembly, store: CheckpointStore, found: Found) -> Beginning:
+def restore(
+    assembly: Assembly,
+    store: CheckpointStore,
+    found: Found,
+    check: Callable[[], None] = lambda: None,
+) -> Beginning:
     """Goes to where a checkpoint stands: weights, optimizers, position, random states.
+
+    Args:
+        assembly: to fill.
+        store: that holds it.
+        found: it.
+        check: called between reads; may raise to leave, with the assembly half filled.
 
     Raises:
         UserError: the checkpoint is of another model or of other data.
     """
-    scalars, states = restore_training(store, found, assembly.model, assembly.optimizers.optimizers)
-    position = Position.from_scalars(
-        scalars, data_fingerprint=assembly.data.training.fingerprint, path=str(found.path)
+    own = is_own(found, store.place)
+    if assembly.recipe.checkpoint.partial and not own:
+        return _restore_what_fits(assembly, store, found)
+    outer = {"outer": assembly.outer.state()}
+    scalars, states = restore_training(
+        store,
+        found,
+        assembly.model,
+        assembly.optimizers.optimizers,
+        further=outer,
+        check=check,
     )
+    position = _position(assembly, scalars, found)
     if states is not None:
         rng.restore(states)
     provenance = found.manifest["provenance"]
-    own = is_own(found, store.folder)
     return Beginning(
         position=position,
-        provenance=provenance if own else {"from": str(found.path), "origin": provenance},
+        provenance=provenance if own else _derived(found),
         resumed_from=found.step,
         saved_step=found.step if own else None,
     )
 
 
-def is_own(found: Found, checkpoints: Path) -> bool:
+def _restore_what_fits(assembly: Assembly, store: CheckpointStore, found: Found) -> Beginning:
+    """Weights and optimizer states that fit; a new run otherwise, from step 0 of its own data."""
+    optimizers = assembly.optimizers.optimizers
+    left_out = store.restore_what_fits(found, assembly.model, optimizers)
+    assembly.outer.restart()
+    notes = [f"checkpoint {found.path} {line}; they start anew" for line in left_out.lines()]
+    loaded = f"loaded what fits of {found.path}; steps and data begin at 0"
+    beginning = begin_anew(assembly)
+    return replace(beginning, provenance=_derived(found), notes=(loaded, *notes))
+
+
+def _derived(found: Found) -> dict[str, Any]:
+    return {"from": found.path, "origin": found.manifest["provenance"]}
+
+
+def _position(assembly: Assembly, scalars: dict[str, Any], found: Found) -> Position:
+    fingerprint = assembly.data.training.fingerprint
+    try:
+        return Position.from_scalars(scalars, data_fingerprint=fingerprint, path=found.path)
+    except TypeError as error:  # names that no version of ours has written
+        raise UserError(Problem(f"{found.path} holds no position of a run: {error}")) from None
+
+
+def is_own(found: Found, place: Place) -> bool:
     """Whether a checkpoint is one of the run's whose checkpoints lie there, and not set aside."""
-    return found.path.resolve() == checkpoints.resolve() / step_name(found.step)
+    if step_of(found.name) is None:
+        return False
+    if found.place.local is not None and place.local is not None:
+        return found.place.local.resolve() == place.local.resolve()
+    return found.place.address == place.address
 
 
-def require_budget(found: Found, recipe: Recipe) -> None:
-    """Refuses a checkpoint of a step that the budget does not reach."""
+def require_budget(found: Found, recipe: Recipe, place: Place) -> None:
+    """Refuses a checkpoint of a step that the budget does not reach, unless steps begin at 0."""
     steps = recipe.budget.total_steps
-    if found.step > steps:
+    begins_anew = recipe.checkpoint.partial and not is_own(found, place)
+    if found.step > steps and not begins_anew:
         raise UserError(
             Problem(
                 f"{found.path} is beyond the budget of {steps} steps",
@@ -89,12 +141,18 @@ def require_budget(found: Found, recipe: Recipe) -> None:
         )
 
 
-def recipe_warning(found: Found, recipe: Recipe) -> str | None:
-    """How a recipe differs from that of the run a checkpoint is of, if it does."""
+def recipe_warning(found: Found, recipe: Recipe, run: Path) -> str | None:
+    """How a recipe differs from that of the run a checkpoint is of, if it does.
+
+    Args:
+        run: the folder of the run that is about to begin.
+    """
     if found.manifest["recipe_sha256"] == recipe_sha256(recipe):
         return None
+    place = found.place.local
+    beside = run if place is None else place.resolve().parent
     try:
-        before = apply(Recipe(), [read_toml(found.path.resolve().parents[1] / RECIPE_FILE)])
+        before = apply(Recipe(), [read_toml(beside / RECIPE_FILE)])
     except ArmillaryError:  # a checkpoint without its run, or a recipe of another version
         return None
     changed = [f"{one.name} ({one.first} -> {one.second})" for one in diff(before, recipe)]
@@ -105,9 +163,9 @@ def recipe_warning(found: Found, recipe: Recipe) -> str | None:
     return f"the recipe is not the one of {found.path}: {told}"
 
 
-def is_end(found: Found, checkpoints: Path, recipe: Recipe) -> bool:
+def is_end(found: Found, place: Place, recipe: Recipe) -> bool:
     """Whether a run has no step left to take: its own checkpoint has the whole budget."""
-    return found.step >= recipe.budget.total_steps and is_own(found, checkpoints)
+    return found.step >= recipe.budget.total_steps and is_own(found, place)
 
 
 def is_told(found: Found, folder: Path, recipe: Recipe) -> bool:
@@ -125,18 +183,18 @@ def is_told(found: Found, folder: Path, recipe: Recipe) -> bool:
 # person or a scheduler, then goes on from what was saved since, as it does with `auto`.
 
 
-def followed_before(folder: Path, request: str, recipe: Recipe) -> int | None:
+def followed_before(folder: Path, place: Place, request: str, recipe: Recipe) -> int | None:
     """The step after which a run's checkpoints come from following this very request.
 
     None if it was not followed yet, or nothing has been saved since.
     """
     try:
-        known = json.loads((folder / RESUMED_FILE).read_text(encoding="utf-8"))
+        known = parse_json((folder / RESUMED_FILE).read_bytes())
         after = int(known["after"])
         same = (known["request"], known["recipe_sha256"]) == (request, recipe_sha256(recipe))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    newest = max(step_folders(folder / CHECKPOINTS_FOLDER), default=-1)
+    newest = max(step_names(place), default=-1)
     return after if same and newest > after else None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from armillary.checkpoint import rng
 from armillary.checkpoint.state import gather_state
-from armillary.checkpoint.store import CheckpointStore
+from armillary.checkpoint.store import STOP_GRACE_SECONDS, CheckpointStore
 from armillary.data.dataset import ValidationDataset
-from armillary.foundation.errors import Problem, RunError
 from armillary.foundation.progress import Progress
+from armillary.foundation.restarts import restart_number
 from armillary.parallel import process
 from armillary.recipe.plain import recipe_sha256
 from armillary.resilience.signals import Stopped
@@ -22,10 +22,15 @@ from armillary.telemetry.profiler import StepProfiler
 from armillary.telemetry.timing import StepTimer
 from armillary.training.agreed_stop import AgreedStop
 from armillary.training.assembly import Assembly
+from armillary.training.bad_step import FoundBad, Recovery, Rewound
+from armillary.training.company import DealtAnew
 from armillary.training.feed import StepInput, feed
+from armillary.training.replicated import company_of
 from armillary.training.resume import Beginning
 from armillary.training.speed import Speed
-from armillary.training.step import StepResult, optimizer_step
+from armillary.training.state import Position
+from armillary.training.steps import Steps, Taken
+from armillary.training.upkeep import Upkeep
 from armillary.training.validation import ValidationResult, validate
 
 
@@ -45,17 +50,30 @@ class Session:
         progress: Progress,
         store: CheckpointStore,
         stop: AgreedStop,
+        upkeep: Upkeep,
     ) -> None:
         self.assembly = assembly
-        self.position = beginning.position
         self.stop = stop
-        self._beginning = beginning
         self._log, self._progress, self._store = log, progress, store
+        self._upkeep = upkeep
         self._speed = Speed.of(assembly)
         self._timer = StepTimer(assembly.mesh.device)
+        self._scores: dict[str, float] = {}
+        self._company = company_of(assembly, stop, log)
+        self._begin_at(beginning)
+        self._recovery = Recovery(
+            assembly=assembly,
+            folder=folder,
+            log=log,
+            progress=progress,
+            store=store,
+            ranks=stop.ranks,
+            save=self.save,
+        )
         self._profiler = StepProfiler(assembly.recipe.telemetry, folder, log, process.rank())
         self._will_compile = assembly.recipe.compile.enabled
         self._warned_of_peak = False
+        self._recipe_sha256 = recipe_sha256(assembly.recipe)
 
     def start(self, *, name: str) -> None:
         """Says what is about to run."""
@@ -71,6 +89,7 @@ class Session:
             resumed_from=self._beginning.resumed_from,
             total_steps=self.assembly.total_steps,
             checkpoint_every=recipe.checkpoint.every,
+            restart=restart_number(),
             data_fingerprint=self.position.data_fingerprint,
             corpus_fingerprint=self.assembly.data.store.corpus_fingerprint,
             **self._speed.start_fields(),
@@ -79,35 +98,81 @@ class Session:
             for line in report.lines():
                 self._log.emit("message", self.position.step, message=line)
 
+    @property
+    def position(self) -> Position:
+        """Where the run stands: behind the last step whose figures were read."""
+        return self._steps.position
+
+    def _begin_at(self, beginning: Beginning) -> None:
+        """Goes on from there with the next step."""
+        self._beginning = beginning
+        self._steps = Steps(
+            self.assembly,
+            beginning.position,
+            timer=self._timer,
+            sums=self._company.sums,
+            before_update=self._store.wait_until_staged,
+            sum_step=self._company.sum_step,
+            lag=self._company.most_in_flight,
+        )
+
     def run(self) -> None:
         """Takes every step that is left.
 
         Raises:
             Stopped: a stop was asked for; the state is saved.
-            RunError: the loss is not finite, or the last checkpoint could not be written.
+            RunError: the guard ended the run, or the last checkpoint could not be written.
         """
-        steps = self.assembly.total_steps - self.position.step
         try:
-            with feed(self.assembly, cursor=self.position.cursor, steps=steps) as inputs:
-                self._look_if_due()  # a stop may have cut it short
-                self._timer.restart()
-                while self.position.step < self.assembly.total_steps:
-                    with self._timer.phase("data"):
-                        mine = next(inputs)
-                    with self._said_if_compiling():
-                        self._step(mine)
-                    self._look_if_due()
-                    if _is_due(self.position.step, self.assembly.recipe.checkpoint.every):
-                        with self._timer.phase("checkpoint"):
-                            self.save()
-            self.save()
+            while self.position.step < self.assembly.total_steps:
+                try:
+                    self._take_steps()
+                except Rewound as rewound:
+                    self._begin_at(rewound.beginning)
+                except DealtAnew:
+                    self._begin_at(self._beginning)
+            self.save(final=True)
         except Stopped:
-            self.save()
-            self._store.wait(raise_failure=True)
+            self._company.close()  # the others shall not wait for what is saved here
+            self._save_where_it_stands()
             raise
         finally:
+            self._company.close()
             self._profiler.close()
-        self._store.wait(raise_failure=True)
+        asked = self.stop.request
+        self._store.wait(raise_failure=True, stop_asked=lambda: asked.requested)
+
+    def _take_steps(self) -> None:
+        steps, until = self._steps, self.assembly.total_steps
+        with (
+            feed(self.assembly, self.position, until=until, share=self._company.deal()) as inputs,
+            self._upkeep.around_steps(),
+        ):
+            self._look_if_due()  # a stop may have cut it short
+            self._timer.restart()
+            while steps.begun < until:
+                self._company.begin_step(steps.noted)
+                with self._timer.phase("data"):
+                    mine = next(inputs)
+                with self._said_if_compiling():
+                    self._take(mine)
+                save, look = self._is_save_due(steps.begun), self._is_look_due(steps.begun)
+                self._read(leave=0 if save or look or steps.begun == until else steps.lag)
+                self._company.end_step(self.position)
+                if look:
+                    self._look_if_due()
+                if save:
+                    with self._timer.phase("checkpoint"):
+                        self.save()
+
+    def _save_where_it_stands(self) -> None:
+        """Before leaving on request."""
+        try:
+            self._read()
+        except Rewound as rewound:
+            self._begin_at(rewound.beginning)
+        self.save()
+        self._store.wait(raise_failure=True, retry_seconds=STOP_GRACE_SECONDS)
 
     def _said_if_compiling(self) -> AbstractContextManager[object]:
         """Around a step: says why the first one takes so long."""
@@ -116,65 +181,78 @@ class Session:
         self._will_compile = False
         return self._progress.task("compiling")
 
-    def _step(self, mine: StepInput) -> None:
-        step = self.position.step + 1
-        weights = self.stop.sums(mine.weights)
-        weight = weights[0]
-        if weight == 0:
-            first, last = mine.samples
-            raise RunError(Problem(f"step {step}, samples [{first}, {last}): no token to learn"))
+    def _take(self, mine: StepInput) -> None:
+        step = self._steps.begun + 1
         self._profiler.before_step(step)
-        result = optimizer_step(
-            self.assembly,
-            mine.microbatches,
-            weights=weights,
-            step=step,
-            samples=mine.samples,
-            timer=self._timer,
-        )
+        self._steps.take(mine)
         self._profiler.after_step(step)
-        self.position.step = step
-        self.position.tokens_total += weight
-        self.position.cursor = mine.samples[1]
-        self._report(result, weight, mine.samples)
 
-    def _report(self, result: StepResult, weight: int, samples: tuple[int, int]) -> None:
-        seconds = self._timer.finish()
+    def _read(self, *, leave: int = 0) -> None:
+        """Tells what steps have measured, until `leave` of them are still to be read.
+
+        Raises:
+            Rewound: the guard has gone back to a checkpoint.
+            RunError: the guard ends the run.
+        """
+        for taken in self._steps.read(leave=leave):
+            if taken.result.health.skipped:
+                policy = self.assembly.recipe.guard.policy
+                policy.react(FoundBad(self._recovery, taken, self.position, self._beginning))
+                assert not taken.result.health.frozen, f"{policy} goes on from a step it may not"
+            self._report(taken)
+
+    def _report(self, taken: Taken) -> None:
+        """The event of a step that counts."""
+        result, weight = taken.result, taken.weights[0]
+        health, position = result.health, self.position
+        seconds = taken.ended.seconds()
         rate = weight / seconds.step
         if (warning := self._speed.warning(rate)) and not self._warned_of_peak:
             self._warned_of_peak = True
             hint = "set --telemetry.peak-flops, or run `armillary doctor` on the idle machine"
-            self._log.warn(warning, where="mfu", hint=hint, step=self.position.step)
+            self._log.warn(warning, where="mfu", hint=hint, step=position.step)
         fields: dict[str, Any] = {}
+        if health.skipped:
+            fields["skipped"] = True
         if result.gradient_norms:
             fields["gradient_norms"] = result.gradient_norms
         if self.assembly.recipe.telemetry.samples:
-            positions = range(*samples)
+            positions = range(*taken.mine.samples)
             fields["sample_ids"] = self.assembly.data.training.sample_ids(positions)
         self._log.emit(
             "step",
-            self.position.step,
-            loss=result.loss,
-            gradient_norm=result.gradient_norm,
+            position.step,
+            loss=health.loss,
+            gradient_norm=health.gradient_norm,
             learning_rate=result.learning_rate,
             tokens=weight,
-            tokens_total=self.position.tokens_total,
-            samples=samples,
-            epoch=max(self.assembly.data.training.epochs(self.position.cursor)),
+            tokens_total=position.tokens_total,
+            samples=taken.mine.samples,
+            epoch=max(self.assembly.data.training.epochs(position.cursor)),
             memory_peak_bytes=peak_memory_bytes(self.assembly.mesh.device),
             **seconds.fields(),
             **self._speed.step_fields(rate),
             **result.statistics,
             **fields,
         )
+        self._upkeep.step_done(position.step, seconds)
+
+    def _is_save_due(self, step: int) -> bool:
+        """Whether the state after a step is saved, now or once more; all ranks ask together."""
+        due = self.assembly.recipe.checkpoint.is_due(step) and self._company.saves
+        return due or self._store.retry_due(step)
+
+    def _is_look_due(self, step: int) -> bool:
+        """Whether held-out text is looked at after a step; the last one has a look of its own."""
+        every = self.assembly.recipe.validation.every
+        return every > 0 and step % every == 0 and step != self.assembly.total_steps
 
     def _look_if_due(self) -> None:
-        """Looks at held-out text at this step, unless that was done; the last step has its own."""
-        position, every = self.position, self.assembly.recipe.validation.every
-        if position.step in (position.looked_at, self.assembly.total_steps):
-            return
-        if _is_due(position.step, every):
-            self.validate(self.assembly.data.validation)
+        """Looks at held-out text at this step, unless that was done."""
+        position = self.position
+        if position.step != position.looked_at and self._is_look_due(position.step):
+            results = self.validate(self.assembly.data.validation)
+            self._scores = {name: result.bits_per_byte for name, result in results.items()}
             position.looked_at = position.step
 
     def validate(
@@ -210,26 +288,27 @@ class Session:
         self._timer.restart()
         return results
 
-    def save(self) -> None:
-        """Begins a checkpoint of this moment, unless a whole one is there."""
-        self._store.wait()  # only now is it known whether the one before became whole
-        if self.position.step in (self._beginning.saved_step, self._store.durable_step):
+    def save(self, *, final: bool = False) -> None:
+        """Begins a checkpoint of this moment, unless a whole one is there.
+
+        Args:
+            final: the run ends with it.
+        """
+        if self.position.step == self._beginning.saved_step:
             return
         optimizers = self.assembly.optimizers.optimizers
         self._store.save(
             self.position.step,
-            gather_state(self.assembly.model, optimizers),
-            self.position.scalars(),
+            gather_state(self.assembly.model, optimizers) | {"outer": self.assembly.outer.state()},
+            self._steps.noted().scalars(),
             rng=rng.capture(),
             manifest={
-                "recipe_sha256": recipe_sha256(self.assembly.recipe),
+                "recipe_sha256": self._recipe_sha256,
                 "provenance": self._beginning.provenance,
                 "mesh": self.assembly.mesh.axes,
                 "data_fingerprint": self.position.data_fingerprint,
                 "corpus_fingerprint": self.assembly.data.store.corpus_fingerprint,
+                "scores": self._scores if self.position.looked_at == self.position.step else {},
             },
+            final=final,
         )
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

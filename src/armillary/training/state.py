@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from armillary.foundation.errors import Problem, UserError
@@ -22,6 +22,37 @@ class Position:
     """Step of the newest look at held-out text; one that a stop cut short does not count."""
     data_fingerprint: str = ""
     """SHA-256 over what the cursor counts; a cursor means nothing for other data."""
+    jumped: list[list[int]] = field(default_factory=list)
+    """Sample positions [first, last) that the run does not read, in order: bad ones, before which
+    it went back."""
+    rewinds: int = 0
+    """How often the run has gone back."""
+    recent: list[list[float]] = field(default_factory=list)
+    """Loss and gradient norm of the healthy steps that spikes are told by, oldest first."""
+
+    def samples(self, count: int) -> tuple[int, int]:
+        """Positions [first, last) of the next `count` samples; all of one step, one after the
+        other."""
+        first = self.cursor
+        for begin, end in self.jumped:
+            if first < end and begin < first + count:
+                first = end
+        return first, first + count
+
+    def jump(self, first: int, last: int) -> None:
+        """Will not read positions [first, last), as far as they are still to come."""
+        first = max(first, self.cursor)
+        if first < last:
+            self.jumped = _joined([*self.jumped, [first, last]])
+
+    def after(self, samples: tuple[int, int]) -> Position:
+        """This position with the cursor behind a step's samples."""
+        return replace(self, cursor=samples[1])
+
+    def become(self, other: Position) -> None:
+        """Takes over where another run stands."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     def scalars(self) -> dict[str, Any]:
         """As JSON, for the checkpoint."""
@@ -33,8 +64,12 @@ class Position:
 
         Raises:
             UserError: the checkpoint counts over other data: other documents, tokenizer, packing,
-                sequence length, seed or mixture.
+                sequence length, seed or mixture; or these are no position.
         """
+        if not _are_a_position(scalars):
+            raise UserError(
+                Problem(f"{path} does not say how far the run has come", fix="take another one")
+            )
         position = cls(**scalars)
         if position.data_fingerprint != data_fingerprint:
             raise UserError(
@@ -46,3 +81,30 @@ class Position:
                 )
             )
         return position
+
+
+def _are_a_position(scalars: dict[str, Any]) -> bool:
+    """Whether the values are of the kinds that `Position.scalars` gives."""
+    if scalars.keys() != {each.name for each in fields(Position)}:
+        return False
+    counts = [scalars[name] for name in ("step", "tokens_total", "cursor", "looked_at", "rewinds")]
+    jumped, recent = scalars["jumped"], scalars["recent"]
+    if not (isinstance(scalars["data_fingerprint"], str) and isinstance(jumped, list)):
+        return False
+    if not (isinstance(recent, list) and all(isinstance(e, list) for e in (*jumped, *recent))):
+        return False
+    pairs = all(len(each) == 2 for each in (*jumped, *recent))
+    numbers = all(type(value) in (int, float) for each in recent for value in each)
+    counts += [value for each in jumped for value in each]
+    return pairs and numbers and all(type(count) is int and count >= 0 for count in counts)
+
+
+def _joined(intervals: list[list[int]]) -> list[list[int]]:
+    """In order, with those that touch as one."""
+    joined: list[list[int]] = []
+    for first, last in sorted(intervals):
+        if joined and first <= joined[-1][1]:
+            joined[-1][1] = max(last, joined[-1][1])
+        else:
+            joined.append([first, last])
+    return joined

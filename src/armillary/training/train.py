@@ -10,20 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from armillary.checkpoint.find import Found
-from armillary.checkpoint.manifest import step_folders
+from armillary.checkpoint.manifest import step_names
+from armillary.checkpoint.places.open import is_remote
+from armillary.checkpoint.places.place import Place
 from armillary.checkpoint.ranks import Ranks
+from armillary.checkpoint.room import copies_needed, require_room
 from armillary.checkpoint.store import CheckpointStore
-from armillary.foundation.errors import EXIT_FAILED, EXIT_FINISHED, ArmillaryError, UserError
-from armillary.foundation.run_folder import CHECKPOINTS_FOLDER
-from armillary.foundation.tell import seen_by_every_rank
+from armillary.foundation.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    ArmillaryError,
+    RunError,
+    UserError,
+)
+from armillary.foundation.run_folder import EVENTS_FILE, checkpoints_address
+from armillary.foundation.tell import seen_by_every_rank, tell
 from armillary.kernels.host_memory import tune_host_allocator
-from armillary.parallel import process
+from armillary.parallel import flight_recorder, process
 from armillary.parallel.mesh import Mesh
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
-from armillary.resilience.claim import check_space, claim_run
+from armillary.resilience.claim import claim_checkpoints, claim_run
 from armillary.resilience.roll_call import RollCall
 from armillary.resilience.signals import Stopped, StopRequest
+from armillary.resilience.watchdog import Recorder, Watch
 from armillary.telemetry.console import open_console
 from armillary.telemetry.console.choose import RunConsole
 from armillary.telemetry.events import EventLog
@@ -36,7 +46,10 @@ from armillary.training.interruptible import Interruptible
 from armillary.training.resume import Beginning
 from armillary.training.run_folder import describe_run
 from armillary.training.session import Session
+from armillary.training.upkeep import Upkeep
 
+MEETING_SECONDS = 10.0
+"""How long a rank that is asked to stop still waits for others that have not come yet."""
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: a float32 weight and the optimizer's two float32 moments."""
 
@@ -79,28 +92,47 @@ def train(
             raise UserError(found)
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
-        if process.init_process_group(device):
-            stack.callback(process.destroy)
-        roll_call = stack.enter_context(
-            RollCall(process.store(), rank=process.rank(), world_size=process.world_size())
-        )
+        with stop.leaving_after(MEETING_SECONDS):
+            if process.init_process_group(device, recipe.watchdog.group_seconds):
+                stack.callback(process.destroy)
+            roll_call = stack.enter_context(
+                RollCall(process.store(), rank=process.rank(), world_size=process.world_size())
+            )
+            stop.share(roll_call)
+            with roll_call.naming_the_lost():
+                ranks = stack.enter_context(closing(Ranks(roll_call.require_all)))
         with roll_call.naming_the_lost():
-            ranks = stack.enter_context(closing(Ranks()))
 
             def claim() -> None:  # rank 0 holds the folder for all
                 stack.enter_context(claim_run(folder))
+                if (elsewhere := recipe.checkpoint.folder) and not is_remote(elsewhere):
+                    stack.enter_context(claim_checkpoints(Path(elsewhere)))
 
+            agreed = AgreedStop(stop, ranks)
+            agreed.check()
             ranks.on_main(claim)
+            watch = Watch(
+                recipe.watchdog,
+                folder=folder,
+                roll_call=roll_call,
+                recorder=Recorder(
+                    counts=flight_recorder.begun,
+                    unfinished=flight_recorder.unfinished,
+                    dump=flight_recorder.dump,
+                ),
+            )
             run = _Run(
                 recipe,
                 name=name,
                 folder=folder,
                 resume=resume,
                 mesh=Mesh.create(recipe.parallel, device),
-                stop=AgreedStop(stop, ranks),
+                stop=agreed,
                 roll_call=roll_call,
+                watch=watch,
             )
-            return run.run()
+            with watch:
+                return run.run()
 
 
 class _Run:
@@ -116,11 +148,12 @@ class _Run:
         mesh: Mesh,
         stop: AgreedStop,
         roll_call: RollCall,
+        watch: Watch,
     ) -> None:
-        self._roll_call = roll_call
+        self._roll_call, self._watch = roll_call, watch
+        watch.tell = self._stands_still
         self._recipe, self._name, self._folder, self._resume = recipe, name, folder, resume
         self._mesh, self._stop, self._ranks = mesh, stop, stop.ranks
-        self._checkpoints = folder / CHECKPOINTS_FOLDER
         self._session: Session | None = None
         self._log: EventLog | None = None
         self._untold: list[tuple[str, dict[str, Any]]] = []
@@ -133,8 +166,9 @@ class _Run:
         console = open_console(
             telemetry.console, rank=process.rank(), log_every=telemetry.log_every
         )
+        address = checkpoints_address(self._folder, checkpoint.folder)
         store = CheckpointStore(
-            self._checkpoints, checkpoint.keep_last, checkpoint.asynchronous, self._tell
+            address, checkpoint, self._tell, on_wait=self._roll_call.require_all
         )
         with closing(console), store:
             try:
@@ -163,10 +197,11 @@ class _Run:
                             progress=console,
                             store=store,
                             stop=self._stop,
+                            upkeep=Upkeep(self._recipe.watchdog, self._watch, self._ranks, log),
                         )
                         ending = self._train(session, log, console)
                 except Stopped as stopped:
-                    self._end(str(stopped), stopped.exit_code)
+                    self._end(str(stopped), stopped.exit_code, self._stop.seconds())
                     return stopped.exit_code
                 except BaseException as error:
                     self._fail(error)
@@ -190,34 +225,34 @@ class _Run:
         recipe = self._recipe
         progress = Interruptible(console, self._stop.request.check)
         followed = self._ranks.on_main(
-            lambda: resuming.followed_before(self._folder, self._resume, recipe)
+            lambda: resuming.followed_before(self._folder, store.place, self._resume, recipe)
         )
         goes_on = self._resume == "auto" or followed is not None
-        self._ranks.on_main(lambda: self._require_room(goes_on=goes_on))
-        data = open_data(recipe, progress, self._ranks)
+        self._ranks.on_main(lambda: self._require_room(store.place, goes_on=goes_on))
+        data = open_data(recipe, progress, self._ranks, self._stop.request.check)
         store.clean()
         found = self._find(store, followed, progress)
         if found is not None:
-            resuming.require_budget(found, recipe)
+            resuming.require_budget(found, recipe, store.place)
         self._stop.check()
         with console.task("building the model"):
             assembly = assemble(recipe, self._mesh, data)
-        self._stop.check()
         beginning = resuming.begin_anew(assembly)
         if found is not None:
-            with console.task(f"loading step {found.step}"):
-                beginning = resuming.restore(assembly, store, found)
             self._stop.check()
+            with console.task(f"loading step {found.step}"):
+                beginning = resuming.restore(assembly, store, found, self._stop.request.check)
+        for note in beginning.notes:
+            fields = {"message": note, "where": "resume", "hint": "see checkpoint.partial"}
+            self._tell("warning", {"step": 0} | fields)
+        # From here on there is something to save: the first step sees a request to stop.
         self._settle(assembly, store, found)
         return assembly, beginning
 
-    def _require_room(self, *, goes_on: bool) -> None:
-        keep = self._recipe.checkpoint.keep_last
-        there = len(step_folders(self._checkpoints)) if goes_on else 0
-        copies = keep + 1 - min(there, keep)  # one is written before the oldest goes
-        check_space(
-            self._folder, BYTES_PER_PARAMETER * self._recipe.model.parameter_count() * copies
-        )
+    def _require_room(self, place: Place, *, goes_on: bool) -> None:
+        there = len(step_names(place)) if goes_on else 0
+        copies = copies_needed(self._recipe.checkpoint, there)
+        require_room(place, BYTES_PER_PARAMETER * self._recipe.model.parameter_count() * copies)
 
     def _find(
         self, store: CheckpointStore, followed: int | None, progress: Interruptible
@@ -240,20 +275,20 @@ class _Run:
         """Says where the run begins and makes the folder its own; nothing is refused any more."""
         step = found.step if found else 0
         if found is not None:
-            if warning := resuming.recipe_warning(found, self._recipe):
+            if warning := resuming.recipe_warning(found, self._recipe, self._folder):
                 hint = "the run goes on with the values of this command"
                 fields = {"step": step, "message": warning, "where": "resume", "hint": hint}
                 self._tell("warning", fields)
             self._tell("message", {"step": step, "message": found.reasons[-1]})
         tokenizer = assembly.data.store.tokenizer
-        if found is not None and resuming.is_end(found, self._checkpoints, self._recipe):
+        if found is not None and resuming.is_end(found, store.place, self._recipe):
             self._say_finished(found)  # the weights are of the recipe that is there, which stays
         else:
             self._ranks.on_main(lambda: describe_run(self._folder, self._recipe, tokenizer))
         if self._resume == "auto":
             return
         # A deliberate choice of another past: what came after it must not be resumed by mistake.
-        after = found.step if found and resuming.is_own(found, self._checkpoints) else -1
+        after = found.step if found and resuming.is_own(found, store.place) else -1
         for path in store.set_aside_after(after):
             message = f"an older run's checkpoint is now {path}"
             self._tell("message", {"step": step, "message": message})
@@ -291,11 +326,24 @@ class _Run:
         else:
             self._log.emit(kind, **fields)
 
-    def _end(self, reason: str, exit_code: int) -> None:
-        seconds = time.monotonic() - self._began
-        step = self._session.position.step if self._session else 0
-        fields = {"step": step, "reason": reason, "exit_code": exit_code, "seconds": seconds}
+    def _end(self, reason: str, exit_code: int, from_signal: float | None = None) -> None:
+        fields: dict[str, Any] = {"reason": reason, "exit_code": exit_code}
+        fields["step"] = self._session.position.step if self._session else 0
+        fields["seconds"] = time.monotonic() - self._began
+        if from_signal is not None:
+            fields["seconds_from_signal"] = from_signal
         self._tell("stop", fields)
+
+    def _stands_still(self, error: RunError, speaks: bool) -> None:
+        """From a thread of the watch, which ends the process then: nothing wakes the main one."""
+        tell(str(error), every_rank_sees_it=True)
+        if not speaks:
+            return
+        if self._log is None or self._log.path is None:  # too early, or rank 0 does not answer
+            self._log = EventLog(self._folder / EVENTS_FILE, process.rank())
+        self._fail(error)
+        log, self._log = self._log, EventLog.silent()  # what others make of the end is no news
+        log.close()
 
     def _fail(self, error: BaseException) -> None:
         """Leaves the reason in the log; the command line shows it to people."""
@@ -307,4 +355,4 @@ class _Run:
         step = self._session.position.step if self._session else 0
         fields = {"step": step, "message": message, "where": "training", "hint": hint}
         self._tell("error", fields)
-        self._end("failed", code)
+        self._end("failed", code, self._stop.request.seconds)

@@ -42,7 +42,11 @@ def layers_that_end_steps(modules: Iterable[nn.Module]) -> list[EndsStep]:
 
 @torch.no_grad()
 def end_step(
-    layers: Sequence[EndsStep], total: Total, names: Sequence[str], device: torch.device
+    layers: Sequence[EndsStep],
+    total: Total,
+    names: Sequence[str],
+    device: torch.device,
+    skipped: Tensor | None = None,
 ) -> Tensor:
     """Ends a step in all layers. Every rank calls it after each step, whether it saw tokens or not.
 
@@ -53,6 +57,8 @@ def end_step(
         total: called once, unless there are no layers.
         names: of statistics.
         device: where the result is wanted.
+        skipped: [] bool, whether the step shall change nothing: counts start again from 0, and
+            that is all. None: it counts.
 
     Returns:
         `[len(names)]` fp32, the largest value of each statistic over the layers that are here;
@@ -63,8 +69,22 @@ def end_step(
         return largest
     counts = [layer.take_counts() for layer in layers]
     totals = torch.split(total(torch.cat(counts)), [count.numel() for count in counts])
-    reports = [layer.end_step(count) for layer, count in zip(layers, totals, strict=True)]
+    reports = [
+        _end_step(layer, count, skipped) for layer, count in zip(layers, totals, strict=True)
+    ]
     for index, name in enumerate(names):
         if values := [report[name] for report in reports if name in report]:
             largest[index] = torch.stack(values).max()
     return largest
+
+
+def _end_step(layer: EndsStep, counts: Tensor, skipped: Tensor | None) -> Mapping[str, Tensor]:
+    """`EndsStep.end_step`, whose changes of the layer's buffers a skipped step undoes."""
+    if skipped is None:
+        return layer.end_step(counts)
+    assert isinstance(layer, nn.Module)
+    before = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    report = layer.end_step(counts)
+    for buffer, old in before:
+        buffer.copy_(torch.where(skipped, old, buffer))
+    return report

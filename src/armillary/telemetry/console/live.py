@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from armillary.foundation.progress import Advance
+from armillary.foundation.progress import Advance, mark
 from armillary.telemetry.console.panel import Picture, TaskState
 from armillary.telemetry.console.plain import event_line
 from armillary.telemetry.console.state import RunState
@@ -50,12 +50,14 @@ class LiveConsole:
     @contextmanager
     def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
         """See `Progress.task`."""
+        mark(label)
         task = TaskState(label, total, unit, begun=time.monotonic())
         with self._lock:
             self._tasks.append(task)
         self._open()
 
         def advance(amount: float) -> None:
+            mark()
             with self._lock:
                 task.done += amount
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from armillary.foundation.progress import Advance
+from armillary.foundation.progress import Advance, mark
 from armillary.telemetry.console.state import RunState
 from armillary.telemetry.format import byte_count, count_of, duration, number, percent, quantity
 from armillary.telemetry.text import printable
@@ -81,6 +81,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], RunState], str | None]] = {
     "checkpoint": _checkpoint_line,
     "warning": _warning_line,
     "message": lambda event, state: str(event["message"]),
+    "rewind": lambda event, state: f"warning: {event['message']}",
     "sample": lambda event, state: f"sample: {event['prompt']}{event['text']}",
     "profile": lambda event, state: (
         f"profile of steps {event['first_step']} to {event['last_step']}: {event['path']}"
@@ -131,6 +132,7 @@ class PlainConsole:
     @contextmanager
     def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
         """See `Progress.task`: a line after 2 s, every 10 s, and at the end if any was printed."""
+        mark(label)
         task = _PlainTask(self._print, self._clock, label, total, unit)
         ended = threading.Event()
         if self._background:
@@ -173,6 +175,7 @@ class _PlainTask:
         self._lock = threading.Lock()
 
     def advance(self, amount: float) -> None:
+        mark()
         with self._lock:
             self._done += amount
         self.tick()

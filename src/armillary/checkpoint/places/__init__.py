@@ -1,0 +1,1 @@
+"""Where checkpoints lie: a local folder or an object store, behind one protocol."""

@@ -1,0 +1,59 @@
+"""From what people type to a place. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from armillary.checkpoint.places.local import LocalPlace
+from armillary.checkpoint.places.place import Place
+from armillary.foundation.errors import Problem, UserError, nearest
+
+KINDS = ("s3", "gs", "az")
+"""Kinds of object stores."""
+
+
+def is_remote(address: str | Path) -> bool:
+    """Whether an address is of an object store rather than a path."""
+    return "://" in str(address)
+
+
+def open_place(address: str | Path, retry_seconds: float = 60) -> Place:
+    """The place at an address; nothing is asked of it yet.
+
+    Args:
+        address: a path, or s3://bucket/folder, gs://bucket/folder, az://container/folder.
+        retry_seconds: how long one request to an object store is tried again, in seconds.
+
+    Raises:
+        UserError: an address of no known kind, or with a password in it, or whose optional
+            dependency group is not installed.
+    """
+    if not is_remote(address):
+        return LocalPlace(Path(address).expanduser())
+    from armillary.checkpoint.places.remote import RemotePlace
+
+    text = str(address).rstrip("/")
+    parts = urlsplit(text)
+    if "@" in parts.netloc:
+        shown = f"{parts.scheme}://...@{parts.netloc.rpartition('@')[2]}{parts.path}"
+        raise UserError(
+            Problem(
+                f"{shown} holds a user name or a password, which would end up in logs and recipes",
+                "an address without them",
+                "leave it out: credentials are read from the environment, as the store's own tools"
+                " read them",
+            )
+        )
+    if parts.scheme not in KINDS:
+        close = nearest(parts.scheme, KINDS)
+        raise UserError(
+            Problem(
+                f"{text} is of no kind of place that is known",
+                "a path, s3://bucket/folder, gs://bucket/folder or az://container/folder",
+                text.replace(parts.scheme, close, 1) if close else None,
+            )
+        )
+    if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
+        raise UserError(Problem(f"{text} is not a folder of a bucket", "s3://bucket/folder"))
+    return RemotePlace(text, retry_seconds=retry_seconds)
