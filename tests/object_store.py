@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -87,7 +88,6 @@ class ObjectStore:
         self.trouble: Trouble = no_trouble
         self.requests: list[tuple[str, str]] = []
         """Method and path of each, those in trouble too."""
-        self._folders = itertools.count()
 
     def __enter__(self) -> ObjectStore:
         from moto.server import DomainDispatcherApplication, create_backend_app
@@ -132,7 +132,7 @@ class ObjectStore:
 
     def new_address(self) -> str:
         """A folder that is not used yet."""
-        return f"s3://{_BUCKET}/runs/{next(self._folders)}"
+        return f"s3://{_BUCKET}/runs/{uuid.uuid4().hex}"
 
     def _answer(self, request: Environ, start: Any) -> Iterable[bytes]:
         self.requests.append((request["REQUEST_METHOD"], request["PATH_INFO"]))

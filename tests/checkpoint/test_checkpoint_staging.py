@@ -76,7 +76,10 @@ def test_memory_is_taken_once_and_what_is_gone_is_given_back() -> None:
         addresses.append([piece.data.data_ptr() for piece in staging.pieces])
         staging.release()
     assert addresses[0] == addresses[1] == addresses[2]
-    stager.stage(pieces_of({"b": tensors["b"]})).release()
+    stager.stage(pieces_of(tensors)).release()  # given up before it was made
+    assert len(stager._spare) == 2
+    last = stager.stage(pieces_of({"b": tensors["b"]}))
+    last.wait(), last.release()
     assert [key[0] for key in stager._spare] == ["b"]
 
 

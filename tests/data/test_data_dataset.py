@@ -104,6 +104,16 @@ def test_every_sample_of_an_epoch_is_visited_once_for_any_world_batch_and_stop(
             assert visited == list(range(len(visited)))
 
 
+def test_rows_past_the_end_of_a_step_hold_nothing_and_take_no_sample() -> None:
+    dataset = PackedDataset(split_of([400]), seq_len=4, seed=5)
+    padded = dataset.batch(6, 9, rows=range(2, 6))
+    assert padded.sample_ids == (*dataset.sample_ids([8]), -1, -1, -1)
+    assert torch.equal(padded.tokens[:1], dataset.batch(8, 9).tokens)
+    assert set(padded.tokens[1:].flatten().tolist()) == {0}
+    assert set(padded.labels[1:].flatten().tolist()) == {-100}
+    assert padded.documents.lengths[1:] == ((4,),) * 3
+
+
 def test_each_epoch_has_its_own_order_and_any_cursor_finds_it() -> None:
     dataset = PackedDataset(split_of([400]), seq_len=4, seed=5)
     n = dataset.samples_per_epoch

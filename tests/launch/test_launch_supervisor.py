@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from armillary.cli.main import main
 from armillary.launch.supervisor import Attempt, end_of_lines, read_attempt, supervise
 
 PYTHON = (sys.executable, "-S", "-c")
@@ -122,6 +123,7 @@ def test_a_run_that_cannot_begin_is_tried_as_often_as_was_asked_for(
 STOPPED = """
 import sys
 from pathlib import Path
+from armillary.cli.main import main
 from armillary.launch.supervisor import supervise
 assert "torch" not in sys.modules
 program = (sys.executable, "-S", "-c")
@@ -173,3 +175,24 @@ def test_an_attempt_is_read_from_where_it_began_torn_lines_left_out(tmp_path: Pa
     assert read_attempt(log, before) == Attempt(began=True)
     log.write_bytes(b"")
     assert end_of_lines(log) == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "told"),
+    [
+        ("-1", {}, "--max-restarts -1"),
+        ("2", {"RANK": "0", "WORLD_SIZE": "1"}, "try: torchrun --max-restarts 2"),
+    ],
+    ids=["below 0", "another's ranks"],
+)
+def test_restarts_that_cannot_be_had_are_refused(
+    wanted: str,
+    environment: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "debug", f"--max-restarts={wanted}"]) == 2
+    assert told in capsys.readouterr().err

@@ -76,7 +76,7 @@ def of_json_lines(data: bytes, draw: Random) -> bytes:
             case 0 | 1 | 2:
                 try:
                     lines[at] = of_json(lines[at], draw) + b"\n"
-                except ValueError:  # changed twice
+                except (ValueError, RecursionError):  # changed twice
                     lines[at] = of_bytes(lines[at], draw)
             case 3:
                 lines.insert(at, draw.choice(lines))

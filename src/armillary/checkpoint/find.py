@@ -98,14 +98,14 @@ def open_checkpoints(address: str, asked: str = "") -> tuple[Place, str | None]:
     Raises:
         UserError: there is no such folder; `asked` is what the message begins with.
     """
-    asked = asked or address
     if is_remote(address):
         return _open_remote(address.rstrip("/"))
     path = Path(address).expanduser()
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        allowed = "auto, never, a step number, or a path to a checkpoint or run folder"
-        raise UserError(Problem(f"{asked} {what}", allowed))
+        others = "auto, never, a step number, or " if asked else ""
+        allowed = f"{others}a path to a checkpoint or run folder"
+        raise UserError(Problem(f"{asked or address} {what}", allowed))
     if (path / MANIFEST_NAME).exists() or step_of(path.name) is not None:
         path = path.absolute()
         return open_place(path.parent), path.name

@@ -54,9 +54,13 @@ def restore(states: bytes) -> None:
     """
     try:
         _restore(parse_json(states))
-    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         words = f"these are no random states: {type(error).__name__}: {error}"
         raise UserError(Problem(words, fix="take another checkpoint")) from None
+
+
+_WORDS = 624
+"""Of the state of a Mersenne Twister, MT19937 (Matsumoto and Nishimura 1998)."""
 
 
 def _restore(read: dict[str, Any]) -> None:
@@ -64,6 +68,8 @@ def _restore(read: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     saved = read["numpy"]
     key = np.frombuffer(base64.b64decode(saved["key"]), dtype="<u4").astype(np.uint32)
+    if len(key) != _WORDS or not 0 <= saved["pos"] <= _WORDS:  # NumPy would read beyond them
+        raise ValueError("these are not the words of a Mersenne Twister")
     np.random.set_state(
         {
             "bit_generator": saved["bit_generator"],

@@ -67,7 +67,8 @@ class Staging:
     def release(self) -> None:
         """Gives the buffers back, for the next copy; this one is no longer to be read."""
         with self._lock:
-            self._stager._take_back(self._copies)
+            if self._copies:
+                self._stager._take_back(self._copies)
             self._copies, self._here = [], []
 
     def _copy_here(self) -> None:

@@ -166,19 +166,7 @@ class CheckpointStore:
             manifest=extra,
             began=began,
         )
-        self._patience = Patience()
-        self._copied, self._newest_step = threading.Event(), step
-        if not self.config.asynchronous:
-            self._held = save
-            self._patience.end_after(0)
-            self._run(save)
-            self._newest_step = self.durable_step
-            return
-        # A daemon: when a peer has died, nothing may keep this process from ending.
-        self._thread = threading.Thread(
-            target=self._run, args=(save,), name=f"checkpoint-{step}", daemon=True
-        )
-        self._thread.start()
+        self._begin(save)
 
     def wait_until_staged(self) -> None:
         """To be called before tensors that were given to `save` are changed."""
@@ -294,6 +282,22 @@ class CheckpointStore:
         """Waits for the save in flight and gives the process group back."""
         self.wait()
         self._ranks.close()
+
+    def _begin(self, save: Save) -> None:
+        """Writes here and now, or begins to in a thread where there is a copy."""
+        self._patience = Patience()
+        self._copied, self._newest_step = threading.Event(), save.step
+        if save.staging is None:
+            self._held = save
+            self._patience.end_after(0)
+            self._run(save)
+            self._newest_step = self.durable_step
+            return
+        # A daemon: when a peer has died, nothing may keep this process from ending.
+        self._thread = threading.Thread(
+            target=self._run, args=(save,), name=f"checkpoint-{save.step}", daemon=True
+        )
+        self._thread.start()
 
     def _settle(self) -> None:
         """Brings the save in flight to its end: one that fails is not tried again."""

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from armillary.foundation.secrets import without_secrets
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -25,13 +27,13 @@ class Problem:
     """What to type or change next."""
 
     def render(self) -> str:
-        """The problem as `error: ...` with `allowed:` and `try:` lines below it."""
+        """The problem as `error: ...` with `allowed:` and `try:` lines below it; no passwords."""
         lines = [f"error: {self.message}"]
         if self.allowed:
             lines.append(f"       allowed: {self.allowed}")
         if self.fix:
             lines.append(f"       try: {self.fix}")
-        return "\n".join(lines)
+        return without_secrets("\n".join(lines))
 
 
 class ArmillaryError(Exception):

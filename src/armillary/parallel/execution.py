@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from armillary.foundation.progress import mark
 from armillary.parallel.data_sharding import set_accumulation
 from armillary.parallel.mesh import Mesh
 
@@ -33,6 +34,7 @@ class InTurn:
             loss = task.loss(self._model, batch).sum
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+            mark()
         return total
 
     def evaluate(self, task: TaskConfig, batch: Batch) -> Tensor:

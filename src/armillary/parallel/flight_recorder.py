@@ -56,7 +56,7 @@ def _entries() -> list[dict[str, Any]]:
     """What is remembered, oldest first, as far as it is complete."""
     try:
         found = json.loads(dump() or b"{}").get("entries", [])
-        return [entry for entry in found if _NEEDED <= entry.keys()]
+        return [entry for entry in found if entry.keys() >= _NEEDED]
     except (ValueError, AttributeError):
         return []
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from armillary.data.corpus import problems_of
 from armillary.foundation.errors import Problem
+from armillary.foundation.secrets import holds_a_secret
 from armillary.parallel.arrangement import divisors
 from armillary.parallel.config import Parallel
 from armillary.parallel.schedules import rows_at_once, takes
@@ -90,6 +91,7 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
     found += recipe.data.problems()
     if data:
         found += [problem for problem in _data(recipe) if problem not in found]
+    found += _secrets(recipe)
     told = "\n".join(problem.message for problem in found)
     return found + [problem for name, problem in _not_finite(recipe) if name not in told]
 
@@ -175,6 +177,17 @@ def _nowhere_to_go_back_to(recipe: Recipe) -> Iterator[Problem]:
             "a policy that stops or skips",
             "--guard.policy skip",
         )
+
+
+def _secrets(recipe: Recipe) -> Iterator[Problem]:
+    """A recipe is written into every run folder and log."""
+    for leaf in leaves(recipe):
+        values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
+        if any(isinstance(value, str) and holds_a_secret(value) for value in values):
+            yield Problem(
+                f"{leaf.name} holds a URL with a user or a password",
+                "a URL without; credentials come from the environment",
+            )
 
 
 def _not_finite(recipe: Recipe) -> Iterator[tuple[str, Problem]]:

@@ -86,7 +86,7 @@ class Watch:
         self.step = 0
         """Optimizer steps finished."""
         self.stepping = False
-        """Whether steps are taken, so that the shorter limit holds."""
+        """Whether the first step is done and the last is not, so that the shorter limit holds."""
         self.waiting_seconds = 0.0
         """How long the main thread was seen waiting for other ranks in collectives."""
         self.tell: Callable[[RunError, bool], None] = lambda error, speaks: None
@@ -127,7 +127,7 @@ class Watch:
     def limit(self) -> float:
         """Seconds without progress that are too many now."""
         config = self._config
-        return config.step_seconds if self.stepping and self.step else config.first_step_seconds
+        return config.step_seconds if self.stepping else config.first_step_seconds
 
     @property
     def _patience(self) -> float:

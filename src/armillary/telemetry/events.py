@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from armillary.foundation.errors import Problem, RunError
+from armillary.foundation.secrets import without_secrets
 from armillary.foundation.tell import tell
 from armillary.telemetry.line_file import LineFile, parsed_line
 from armillary.telemetry.schema import SCHEMA_VERSION, checked_event
@@ -21,6 +22,9 @@ from armillary.telemetry.sinks.sink import Sink
 
 _DETAIL = ("step", "ranks", "sample")
 """Kinds of events that go first when those that wait for a full disk need too much memory."""
+
+_WORDS = frozenset({"message", "hint", "where", "path", "reason"})
+"""Fields made of what went wrong, which may quote an address with a password in it."""
 
 
 class EventLog:
@@ -82,6 +86,9 @@ class EventLog:
         if kind == "start":
             process = {"schema": SCHEMA_VERSION, "host": socket.gethostname(), "pid": os.getpid()}
             fields = process | fields
+        for name in _WORDS.intersection(fields):
+            value = fields[name]
+            fields[name] = without_secrets(value) if isinstance(value, str) else value
         event = checked_event(kind, time=self._clock(), rank=self.rank, step=step, fields=fields)
         with self._lock:
             self._append(event)

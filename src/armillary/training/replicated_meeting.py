@@ -20,6 +20,7 @@ from armillary.checkpoint import rng
 from armillary.checkpoint.state import State, fill_training, gather_state
 from armillary.checkpoint.tensors import flatten
 from armillary.foundation.errors import Problem, RunError
+from armillary.foundation.progress import mark
 from armillary.foundation.tell import seen_by_every_rank
 from armillary.parallel.layout import local_tensor
 from armillary.parallel.replicas import Replicas
@@ -96,6 +97,7 @@ class Meeting:
         """
         deadline = time.monotonic() + self._replicas.meeting_seconds
         while True:
+            mark("meeting the other groups")  # how long that may take is decided here
             asked = time.monotonic()
             quorum = self._ask(2 * position.step + (not due), deadline)
             if quorum is None or not self._fits(quorum):

@@ -163,7 +163,7 @@ class Session:
                     self._look_if_due()
                 if save:
                     with self._timer.phase("checkpoint"):
-                        self.save()
+                        self.save(final=steps.begun == until)
 
     def _save_where_it_stands(self) -> None:
         """Before leaving on request."""

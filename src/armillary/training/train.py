@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from armillary.checkpoint.find import Found
 from armillary.checkpoint.manifest import step_names
 from armillary.checkpoint.places.open import is_remote
@@ -93,14 +95,7 @@ def train(
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
         with stop.leaving_after(MEETING_SECONDS):
-            if process.init_process_group(device, recipe.watchdog.group_seconds):
-                stack.callback(process.destroy)
-            roll_call = stack.enter_context(
-                RollCall(process.store(), rank=process.rank(), world_size=process.world_size())
-            )
-            stop.share(roll_call)
-            with roll_call.naming_the_lost():
-                ranks = stack.enter_context(closing(Ranks(roll_call.require_all)))
+            roll_call, ranks = _meet(stack, stop, device, recipe.watchdog.group_seconds)
         with roll_call.naming_the_lost():
 
             def claim() -> None:  # rank 0 holds the folder for all
@@ -133,6 +128,20 @@ def train(
             )
             with watch:
                 return run.run()
+
+
+def _meet(
+    stack: ExitStack, stop: StopRequest, device: torch.device, timeout_seconds: float
+) -> tuple[RollCall, Ranks]:
+    """Joins the other ranks, until the stack is left; from now on each hears of all."""
+    if process.init_process_group(device, timeout_seconds):
+        stack.callback(process.destroy)
+    roll_call = stack.enter_context(
+        RollCall(process.store(), rank=process.rank(), world_size=process.world_size())
+    )
+    stop.share(roll_call)
+    with roll_call.naming_the_lost():
+        return roll_call, stack.enter_context(closing(Ranks(roll_call.require_all)))
 
 
 class _Run:
@@ -197,7 +206,13 @@ class _Run:
                             progress=console,
                             store=store,
                             stop=self._stop,
-                            upkeep=Upkeep(self._recipe.watchdog, self._watch, self._ranks, log),
+                            upkeep=Upkeep(
+                                self._recipe.watchdog,
+                                self._watch,
+                                self._ranks,
+                                log,
+                                step=beginning.position.step,
+                            ),
                         )
                         ending = self._train(session, log, console)
                 except Stopped as stopped:

@@ -19,10 +19,13 @@ _HINT = "look at that host: other processes, clock rates, its disk and its netwo
 
 
 class Upkeep:
-    """Every rank makes one and calls it alike; what is told is rank 0's."""
+    """Every rank makes one, behind the same `step`, and calls it alike; rank 0 tells."""
 
-    def __init__(self, config: Watchdog, watch: Watch, ranks: Ranks, log: EventLog) -> None:
+    def __init__(
+        self, config: Watchdog, watch: Watch, ranks: Ranks, log: EventLog, *, step: int
+    ) -> None:
         self._watch, self._log = watch, log
+        watch.step = step
         self._garbage = Garbage(config.garbage_collection)
         self._every = config.ranks_every if ranks.size > 1 else 0
         self._report = RanksReport(ranks.together(socket.gethostname) if self._every else [])
@@ -31,7 +34,6 @@ class Upkeep:
     @contextmanager
     def around_steps(self) -> Iterator[None]:
         """From before the first step to after the last."""
-        self._watch.stepping = True
         try:
             with self._garbage.kept():
                 yield
@@ -40,8 +42,8 @@ class Upkeep:
 
     def step_done(self, step: int, seconds: StepSeconds) -> None:
         """After each step."""
-        first = self._watch.step == 0
-        self._watch.step = step
+        first = not self._watch.stepping
+        self._watch.step, self._watch.stepping = step, True
         self._garbage.step_done(step)
         if first:  # it compiled, and filled caches: no measure of a rank
             self._forget()

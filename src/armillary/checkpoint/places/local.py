@@ -8,6 +8,7 @@ replaced stays whole under a `.tmp-replaced-` name until its successor is in pla
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -46,6 +47,9 @@ class LocalPlace:
     def __init__(self, folder: Path) -> None:
         self.local = folder
         self.address = str(folder)
+        self._device: int | None = None
+        self._published: str | None = None
+        """A checkpoint that is there as long as its disk is, unless somebody removes it."""
 
     def names(self, under: str = "") -> list[str]:
         """See `Place.names`."""
@@ -128,7 +132,9 @@ class LocalPlace:
     def begin(self, final: str) -> Draft:
         """See `Place.begin`."""
         folder = f"{_TEMPORARY}{final}-{unique()}"
-        self._path(folder).mkdir(parents=True)
+        self.local.mkdir(parents=True, exist_ok=True)
+        self._require_same_disk()
+        self._path(folder).mkdir()
         return Draft(final=final, folder=folder)
 
     def publish(self, draft: Draft, manifest: bytes) -> None:
@@ -145,6 +151,7 @@ class LocalPlace:
                 replaced.rename(final)
             raise
         sync_folder(self.local)
+        self._published = draft.final
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -170,7 +177,21 @@ class LocalPlace:
             gone.append(name)
         if self.local.is_dir():
             sync_folder(self.local)
+            self._device = self.local.stat().st_dev
+            self._published = max(self.folders(), default=None)
         return gone
+
+    def _require_same_disk(self) -> None:
+        """Where a mount was lost, its empty mount point must not be taken for the place.
+
+        A disk that was mounted again may have another number, but holds what was published.
+        """
+        device = self.local.stat().st_dev
+        held = self._published is None or (self.local / self._published).exists()
+        if not held and self._device not in (None, device):
+            words = f"{self._published} is gone, and the disk with it: is it still mounted?"
+            raise OSError(errno.ENODEV, words, str(self.local))
+        self._device = device
 
     def _path(self, name: str) -> Path:
         return self.local / inside(name)

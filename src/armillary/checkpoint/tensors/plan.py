@@ -118,11 +118,14 @@ def _plan(tables: Sequence[Table], rank: int, file_bytes: int) -> Plan:
             piece = StoredPiece(entry.offset, entry.shape, file.name, start)
             placed.setdefault(entry.name, []).append(piece)
             start += entry.bytes
-    tensors: dict[str, Stored] = {}
-    for entry in dict.fromkeys(entry for table in tables for entry in table):
-        pieces = placed.get(entry.name, [])
-        stored = Stored(entry.whole, DTYPES[entry.dtype], tuple(pieces))
-        assert tensors.setdefault(entry.name, stored) == stored, f"ranks disagree on {entry.name}"
+    kinds: dict[str, tuple[Shape, str]] = {}
+    for entry in (entry for table in tables for entry in table):
+        kind = kinds.setdefault(entry.name, (entry.whole, entry.dtype))
+        assert kind == (entry.whole, entry.dtype), f"ranks disagree on {entry.name}"
+    tensors = {
+        name: Stored(whole, DTYPES[dtype], tuple(placed.get(name, ())))
+        for name, (whole, dtype) in kinds.items()
+    }
     for name, stored in tensors.items():
         values = sum(math.prod(piece.shape) for piece in stored.pieces)
         assert values == math.prod(stored.shape), f"{values} of {stored.shape} of {name} are there"
@@ -169,12 +172,8 @@ def _header(entries: Iterable[Entry]) -> bytes:
     for entry in entries:
         start, end = end, end + entry.bytes
         assert entry.title not in plain, f"two tensors are called {entry.title}"
-        offsets = [start, end]
-        plain[entry.title] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": offsets,
-        }
+        place = {"shape": entry.shape, "data_offsets": [start, end]}
+        plain[entry.title] = {"dtype": entry.dtype, **place}
     text = json.dumps(plain, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

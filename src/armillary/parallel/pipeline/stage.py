@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from armillary.foundation.progress import mark
 from armillary.models.decoder import Decoder, DecoderContext
 from armillary.models.layers.cache import KeyValueCache
 from armillary.models.layers.documents import Documents
@@ -100,6 +101,7 @@ class StageForward:
         Args:
             received: the residual stream so far; the first stage ignores it.
         """
+        mark()
         part, work = self._part, next(self.works)
         context = part.context(work.tokens, work.documents, work.cache)
         hidden: Tensor = part.embedding(work.tokens) if self._stage.is_first else received
