@@ -34,7 +34,6 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "torch.distributed.checkpoint.state_dict",
     "torch.nn.parallel",
 ]
 _GRACE_SECONDS = 1.0

@@ -47,9 +47,9 @@ def write(folder: Path, steps: list[int], kill_at: int, report: Connection) -> N
     def tell(kind: str, fields: dict[str, Any]) -> None:
         report.send((fields.get("state"), fields["step"]))
 
-    store = CheckpointStore(folder, Checkpoint(asynchronous=False), tell)
     sys.addaudithook(count)
-    for step in steps:
+    for step in steps:  # a store for each, so that a step can be written over
+        store = CheckpointStore(folder, Checkpoint(asynchronous=False), tell)
         store.save(step, state_of(step), {"tokens_total": step})
     report.send(("end", seen))
 

@@ -16,12 +16,13 @@ sys.exit(len(missing))
 """
 
 
-def test_ranks_of_a_run_begin_with_signals_blocked_and_other_programs_do_not(
+def test_only_ranks_that_will_listen_begin_with_signals_blocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "listens_late.py"
     program.write_text(LISTENS_LATE)
     command = (sys.executable, str(program))
-    assert local.launch([], 2, program=command) == 3
+    assert local.launch(["train"], 2, program=command) == 3
     monkeypatch.setattr(local, "PROGRAM", command)
-    assert local.launch([], 2, program=command) == 0
+    assert local.launch(["train"], 2, program=command) == 0
+    assert local.launch(["replay"], 2, program=command) == 3  # it dies of them, as it should

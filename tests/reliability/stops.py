@@ -79,7 +79,7 @@ PHASES = (
     ),
     Phase("tokenising", "armillary.data.build:encode_piece", ranks=(0,), steps=None),
     Phase("verifying a checkpoint", "armillary.checkpoint.find:verify", steps=(4, 4), after=4),
-    Phase("building the model", "armillary.training.train:assemble", steps=(0, 0)),
+    Phase("building the model", "armillary.training.prepare:assemble", steps=(0, 0)),
     Phase("loading", "armillary.training.resume:restore_training", steps=(4, 4), after=4),
     Phase(
         "compiling",

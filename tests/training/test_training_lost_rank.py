@@ -21,7 +21,13 @@ from armillary.resilience.roll_call import RollCall
 from armillary.training.train import train
 from tiny_runs import events_of, tiny_recipe, write_corpus
 
-BEGINNING = ("Mesh.create", "open_data", "assemble", "resuming.begin_anew", "Session", "close_run")
+BEGINNING = (
+    "train.Mesh.create",
+    "prepare.open_data",
+    "prepare.assemble",
+    "train.Session",
+    "train.close_run",
+)
 """What all ranks do together, from the first to the last."""
 TIMEOUT = 60
 """Seconds in which all others must have ended; the process group's own timeout is ten minutes."""
@@ -115,11 +121,11 @@ def test_one_that_is_lost_before_or_after_the_steps_is_named_too(
 
     call = RollCall(Silent(), rank=0, world_size=2, period=1e-3)
     monkeypatch.setattr("armillary.training.train.RollCall", lambda *_, **__: call)
-    monkeypatch.setattr(f"armillary.training.train.{where}", broken)
+    monkeypatch.setattr(f"armillary.training.{where}", broken)
     write_corpus(tmp_path)
     with pytest.raises(RunError, match=r"rank 1 is gone.*closed by peer") as raised:
         train(tiny_recipe(tmp_path, steps=4), name="tiny", folder=tmp_path / "run")
     assert not raised.value.seen_by_every_rank  # rank 0 may be the one that cannot tell
-    if where != "Mesh.create":  # the log is opened after it
+    if where != "train.Mesh.create":  # the log is opened after it
         (error,) = events_of(tmp_path / "run", "error")
         assert error["message"].startswith("rank 1 is gone")

@@ -29,7 +29,7 @@ def zygote() -> Iterator[Zygote]:
 def test_a_group_that_is_killed_costs_at_most_the_step_in_flight(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    outcome = trial(zygote, tmp_path, steps=60, kills=1)
+    outcome = trial(zygote, tmp_path, steps=40, kills=1)
     assert [loss.repeated for loss in outcome.losses] in ([0], [1]), outcome
     assert outcome.restarts == 0 and outcome.whole, outcome
     assert outcome.same_samples and outcome.equal_ends, outcome
@@ -41,7 +41,7 @@ def test_rounds_end_with_the_same_weights_in_all_groups_also_after_one_was_lost(
     mode: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path)
-    write_slow_recipe(tmp_path / "slow.py", steps=60, seconds=0.05)
+    write_slow_recipe(tmp_path / "slow.py", steps=50, seconds=0.05)
     options = ("--replicas.mode", mode, "--replicas.mode.every", "5", "--checkpoint.every", "4")
     with Groups(zygote, tmp_path, options, nproc=1) as groups:
         groups.start(0)
@@ -62,6 +62,7 @@ def test_rounds_end_with_the_same_weights_in_all_groups_also_after_one_was_lost(
         assert last[0]["samples"] == last[1]["samples"]
 
 
+@pytest.mark.full
 def test_a_stopped_group_saves_and_the_other_goes_on_without_it(
     zygote: Zygote, tmp_path: Path
 ) -> None:

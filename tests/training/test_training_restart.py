@@ -23,7 +23,8 @@ from armillary.resilience.signals import Stopped, StopRequest
 from armillary.training.assembly import assemble
 from armillary.training.run_folder import default_run_folder
 from armillary.training.session import Session
-from armillary.training.train import BYTES_PER_PARAMETER, train
+from armillary.training.prepare import BYTES_PER_PARAMETER
+from armillary.training.train import train
 from armillary.training.validation import validate
 from tiny_runs import events_of, steps_of, tiny_recipe, write_corpus
 
@@ -264,7 +265,7 @@ def test_a_stop_before_anything_is_started_leaves_the_log_as_it_was(
         os.kill(os.getpid(), signal.SIGTERM)
         return assemble(*arguments)
 
-    monkeypatch.setattr("armillary.training.train.assemble", stop_then_assemble)
+    monkeypatch.setattr("armillary.training.prepare.assemble", stop_then_assemble)
     monkeypatch.setattr("armillary.training.resume.restore", lambda *_: pytest.fail("restored"))
     with pytest.raises(Stopped, match="SIGTERM"):
         run(recipe, folder)
@@ -277,7 +278,7 @@ def test_what_breaks_before_the_first_step_is_in_the_log(
     def break_down(*_: Any) -> None:
         raise MemoryError("too large")
 
-    monkeypatch.setattr("armillary.training.train.assemble", break_down)
+    monkeypatch.setattr("armillary.training.prepare.assemble", break_down)
     with pytest.raises(MemoryError):
         run(recipe, tmp_path / "run")
     error, stop = events_of(tmp_path / "run")

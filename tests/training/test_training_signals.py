@@ -95,7 +95,7 @@ PLACES: dict[str, tuple[str, int, Callable[..., bool] | None, int | None]] = {
     "reading the corpus": ("armillary.data.build:scan_piece", 1, None, None),
     "learning the vocabulary": ("armillary.data.build:load_tokenizer", 1, None, None),
     "encoding the corpus": ("armillary.data.build:encode_piece", 1, None, None),
-    "building the model": ("armillary.training.train:assemble", 1, None, 0),
+    "building the model": ("armillary.training.prepare:assemble", 1, None, 0),
     "the first step": ("armillary.parallel.model:ParallelModel.forward_backward", 1, None, 1),
     "a look at held-out text": (
         "armillary.data.dataset:ValidationDataset.batch",
@@ -227,7 +227,9 @@ def test_a_checkpoint_that_is_being_read_is_left_as_it_is(
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
     with monkeypatch.context() as patches:
         came = signal_at(patches, "armillary.checkpoint.tensors.read:_groups", 1)
-        patches.setattr("armillary.training.train._Run._settle", lambda *_: pytest.fail("loaded"))
+        patches.setattr(
+            "armillary.training.prepare.Preparation._settle", lambda *_: pytest.fail("loaded")
+        )
         assert train(tmp_path, "run") == 75
         assert came()
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before

@@ -302,7 +302,9 @@ class CheckpointStore:
     def _settle(self) -> None:
         """Brings the save in flight to its end: one that fails is not tried again."""
         self._patience.end_after(0, superseded=True)
+        self.place.hurried = True
         self._join()
+        self.place.hurried = False
         self._held, self._newest_step = None, self.durable_step
 
     def _has_copy(self) -> bool:

@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.takes_recipe("RUN")
     parser.epilog = "RUN, the first word, is a run folder, or its name below runs."
     parser.add_argument(
-        "--step", metavar="N", type=int, help="a bad step (default: the last that was found)"
+        "--step", metavar="N", type=int, help="a bad step (default: the latest that was dumped)"
     )
     parser.add_argument(
         "--nproc", metavar="N", type=int, help="ranks to start here (default: as many as it had)"
@@ -121,11 +121,15 @@ def _page(result: Replayed) -> str:
                 rest = f" and {more} more" if more > 0 else ""
                 shown = ", ".join(names[:_NAMES_SHOWN])
                 lines.append(f"rank {rank}: gradients not finite: {shown}{rest}")
-    verdict = "reproduced, to the last bit" if result.bitwise else "reproduced"
-    lines.append(
-        verdict if result.reproduced else "not reproduced: look for a fault of the machine"
-    )
-    return "\n".join(lines)
+    return "\n".join([*lines, _verdict(result)])
+
+
+def _verdict(result: Replayed) -> str:
+    if result.reproduced:
+        return "reproduced, to the last bit" if result.bitwise else "reproduced"
+    if result.same_recipe:
+        return "not reproduced: look for a fault of the machine"
+    return "not reproduced, and the recipe is not the one of the step: try that first"
 
 
 def _cell(value: float | str) -> str:

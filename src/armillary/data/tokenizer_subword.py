@@ -216,7 +216,9 @@ def parse_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise UserError(Problem(f"data.tokenizer.path: {path} is not UTF-8 text")) from error
     try:
         return tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises plain Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # plain Exception, or a panic of Rust, which is not even one
         raise UserError(
             Problem(
                 f"data.tokenizer.path: {path} is not a tokenizer: {error}",

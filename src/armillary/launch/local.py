@@ -19,23 +19,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from armillary.foundation.errors import EXIT_INTERRUPTED, EXIT_RUN_ME_AGAIN, Problem, UserError
 from armillary.foundation.tell import WORDS_VARIABLE
+from armillary.launch.forwarding import FORWARDED, Forwarding
 from armillary.launch.place import Place
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _POLL_SECONDS = 0.02
 _SETTLE_SECONDS = 0.3
 _KEPT_LINES = 200
-_TRIES_BEFORE_KILL = 3
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-
 
 PROGRAM = (sys.executable, "-m", "armillary")
 """What a rank runs."""
+_HEARS_EARLIER_SIGNALS = "train"
+"""The command whose ranks listen to signals, from some time after their start on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,15 @@ def launch(
     Raises:
         UserError: fewer than one rank.
     """
-    ended = run_once(argv, nproc, place=place, program=program, grace_seconds=grace_seconds)
+    with Forwarding() as signals:
+        ended = run_once(
+            argv,
+            nproc,
+            signals=signals,
+            place=place,
+            program=program,
+            grace_seconds=grace_seconds,
+        )
     return ended.exit_code
 
 
@@ -75,6 +82,7 @@ def run_once(
     argv: Sequence[str],
     nproc: int,
     *,
+    signals: Forwarding,
     place: Place | None = None,
     program: Sequence[str] = PROGRAM,
     grace_seconds: float = 30.0,
@@ -85,10 +93,11 @@ def run_once(
     Rank 0 speaks through this process' output. When a rank fails, the reason is told once, however
     many ranks share it and whatever follows from it on others: in the rank's own words
     (`foundation.tell`), else with the end of its standard error. The others are then asked to end,
-    and killed after the grace. SIGINT, SIGTERM and SIGUSR1 are passed on to every rank once each
-    time they come; the third request to stop kills. Without a place, all ranks of the run are here.
+    and killed after the grace. Signals are passed on to every rank, once each time they come.
+    Without a place, all ranks of the run are here.
 
     Args:
+        signals: entered.
         environment: variables for every rank, beside those that tell it its place.
 
     Raises:
@@ -98,10 +107,7 @@ def run_once(
         raise UserError(Problem(f"--nproc {nproc} is not a number of ranks", "1 or more"))
     ranks: list[_Rank] = []
     place = (place or Place()).settled()
-    with (
-        tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder,
-        _Forwarding(ranks) as signals,
-    ):
+    with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         try:
             for rank in range(nproc):
                 words = Path(folder, str(rank))
@@ -109,8 +115,8 @@ def run_once(
                 ranks.append(_Rank([*program, *argv], rank, known, words))
             for each in ranks:
                 each.listen()
-            signals.begin()
-            first_failed = _wait(ranks, grace_seconds)
+            with signals.to(ranks):
+                first_failed = _wait(ranks, grace_seconds)
             if first_failed is None and ranks[0].words():
                 print(ranks[0].words(), file=sys.stderr)  # it was stopped before it had a console
             reason = first_failed.reason() if first_failed is not None else ""
@@ -133,7 +139,7 @@ class _Rank:
         self.asked_to_end = False
         self._words = words
         self._ended_at: float | None = None
-        listens = command[: len(PROGRAM)] == [*PROGRAM]
+        listens = command[: len(PROGRAM) + 1] == [*PROGRAM, _HEARS_EARLIER_SIGNALS]
         self.process = subprocess.Popen(
             command,
             env=os.environ | environment | {WORDS_VARIABLE: str(words)},
@@ -256,43 +262,6 @@ def _first_failed(ranks: list[_Rank]) -> _Rank | None:
     return first
 
 
-class _Forwarding:
-    """Passes signals on to the ranks: from `begin` on as they come, and with it those that came
-    before, when not all ranks were there."""
-
-    def __init__(self, ranks: list[_Rank]) -> None:
-        self.came = False
-        """Whether any did."""
-        self._ranks = ranks
-        self._early: list[int] | None = []
-        self._requests_to_stop = 0
-        self._before: dict[int, Any] = {}
-
-    def begin(self) -> None:
-        """All ranks are there."""
-        early, self._early = self._early or [], None
-        for number in early:
-            self._forward(number)
-
-    def __enter__(self) -> _Forwarding:
-        self._before = {number: signal.signal(number, self._forward) for number in FORWARDED}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None = None) -> None:
-        self.came = True
-        if self._early is not None:
-            self._early.append(number)
-            return
-        self._requests_to_stop += number != signal.SIGUSR1
-        kill = self._requests_to_stop >= _TRIES_BEFORE_KILL
-        for each in self._ranks:
-            each.send(signal.SIGKILL if kill else number)
-
-
 def _begin(*, listens: bool) -> Callable[[], None]:
     """What a rank calls first: on Linux, ask for SIGTERM should the launcher be killed.
 
@@ -300,12 +269,15 @@ def _begin(*, listens: bool) -> Callable[[], None]:
     without that, a rank that has only just been started would die of them.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None  # looked up before the fork
+    launcher = os.getpid()
 
     def begin() -> None:
         if listens:
             signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         if library is not None:
             library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+            if os.getppid() != launcher:  # killed before we asked
+                os.kill(os.getpid(), signal.SIGTERM)
 
     return begin
 

@@ -23,9 +23,9 @@ from armillary.foundation.errors import (
 )
 from armillary.foundation.restarts import RESTART_VARIABLE
 from armillary.foundation.run_folder import EVENTS_FILE
+from armillary.launch.forwarding import Forwarding
 from armillary.launch.local import PROGRAM, Ended, run_once
 from armillary.launch.place import Place
-from armillary.resilience.signals import StopRequest
 
 _FINAL = (EXIT_FINISHED, EXIT_BAD_INPUT, EXIT_RUN_ME_AGAIN, EXIT_INTERRUPTED)
 """Exit codes after which starting again would be of no use, or against somebody's will."""
@@ -82,13 +82,14 @@ def supervise(
     log = folder / EVENTS_FILE
     row: list[tuple[int, str]] = []  # step and words of each failure since the last progress
     number = 0
-    with StopRequest() as stop:
+    with Forwarding() as signals:
         while True:
             before = end_of_lines(log)
             known = {RESTART_VARIABLE: str(number)}
             ended = run_once(
                 argv,
                 nproc,
+                signals=signals,
                 place=place,
                 program=program,
                 grace_seconds=grace_seconds,
@@ -106,7 +107,7 @@ def supervise(
             number += 1
             seconds = min(pause_seconds * 2 ** (len(row) - 1), _LONGEST_PAUSE_SECONDS)
             print(_announcement(ended, attempt, len(row), max_restarts, seconds), file=sys.stderr)
-            if _stopped_within(seconds, stop):
+            if _stopped_within(seconds, signals):
                 return EXIT_RUN_ME_AGAIN
 
 
@@ -186,9 +187,9 @@ def _announcement(
     )
 
 
-def _stopped_within(seconds: float, stop: StopRequest) -> bool:
+def _stopped_within(seconds: float, signals: Forwarding) -> bool:
     """Waits; whether somebody asked to stop meanwhile."""
     until = time.monotonic() + seconds
-    while not stop.requested and time.monotonic() < until:
+    while not signals.came and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-    return stop.requested
+    return signals.came

@@ -58,7 +58,9 @@ def divisors(number: int) -> list[int]:
 
 def closest(wanted: int, allowed: Sequence[int]) -> int:
     """The allowed value nearest by ratio; of two as near, the larger."""
-    return min(allowed, key=lambda value: (abs(math.log(value / max(1, wanted))), -value))
+    # No quotient of the two: numbers of hundreds of digits have logarithms, but no ratio.
+    of_wanted = math.log(max(1, wanted))
+    return min(allowed, key=lambda value: (round(abs(math.log(value) - of_wanted), 12), -value))
 
 
 def listed(values: Iterable[int]) -> str:

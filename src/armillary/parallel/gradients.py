@@ -40,12 +40,13 @@ def scale_and_clip(
 
     Returns:
         [] float64, the norm of the divided gradients before clipping, equal on all ranks. One that
-        is not finite makes the gradients useless: look at it before the update.
+        is not finite clips nothing, so that gradients tell which of them are at fault: look at it
+        before the update.
     """
     assert max_norm > 0 and weight > 0
     norm = total_norm(gradient_norms(model, order), order) / weight
     factor = max_norm / norm.clamp(min=max_norm) if math.isfinite(max_norm) else norm.new_ones(())
-    factor = factor / weight
+    factor = torch.where(norm.isfinite(), factor, 1.0) / weight
     for same in _by_device_and_dtype(_gradients(model.parameters())):
         # Of gradients on the host the factor has to be there before it is used: no copy unwaited.
         torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))

@@ -103,6 +103,7 @@ class Detector:
         guard: the recipe's part.
         device: where losses and norms are.
         recent: loss and gradient norm of healthy steps before, oldest first; see `recent`.
+        in_a_row: bad steps right before.
         agree: makes all ranks judge alike, whatever a single one has computed.
     """
 
@@ -112,6 +113,7 @@ class Detector:
         device: torch.device,
         *,
         recent: Sequence[Sequence[float]] = (),
+        in_a_row: int = 0,
         agree: Agree = lambda kind: kind,
     ) -> None:
         self._factor, self._tolerated, self._agree = (
@@ -119,7 +121,7 @@ class Detector:
             guard.policy.tolerated,
             agree,
         )
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_a_row = torch.tensor(in_a_row, dtype=torch.int64, device=device)
         self._frozen = torch.zeros((), dtype=torch.bool, device=device)
         window = guard.spike_window if self._factor else 0
         kept = list(recent)[-window:] if window else []

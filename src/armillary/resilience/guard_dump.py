@@ -33,7 +33,7 @@ GUARD_FOLDER = "guard"
 REPLAY_FILE = "replay.json"
 FORMAT = 1
 KEPT = 20
-"""Newest dumps that stay; a batch may be large, and a run may leave out many."""
+"""Dumps that stay, those of the latest steps; a batch may be large, and bad steps many."""
 
 _MOST_STEP = 99_999_999
 
@@ -82,6 +82,13 @@ def dumped_steps(run: Path) -> list[int]:
     return sorted(int(word) for word in words if word.isascii() and word.isdecimal())
 
 
+def clear_dump(folder: Path) -> None:
+    """Before any rank writes: files of an earlier dump of the same step would mix with this one's,
+    which perhaps other ranks wrote."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
+
+
 def write_rows(
     folder: Path, rank: int, microbatches: Sequence[Batch], rows: Sequence[Sequence[int]]
 ) -> None:
@@ -102,12 +109,13 @@ def write_rows(
 def write_replay(run: Path, replay: Replay) -> None:
     """Written after all rows: a dump without it is none. Old dumps make room."""
     write_atomically(dump_folder(run, replay.step) / REPLAY_FILE, replay.render())
-    for step in dumped_steps(run)[:-KEPT]:
+    others = [step for step in dumped_steps(run) if step != replay.step]
+    for step in others[: -(KEPT - 1)]:
         shutil.rmtree(dump_folder(run, step))
 
 
 def read_replay(run: Path, step: int | None = None) -> Replay:
-    """The dump of a step in a run folder; None: of the last one.
+    """The dump of a step in a run folder; None: of the latest step.
 
     Raises:
         UserError: there is none, or it is damaged.

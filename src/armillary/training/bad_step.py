@@ -8,15 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from armillary.checkpoint.ranks import Failure, Ranks
+from armillary.checkpoint.ranks import Failure
 from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import Problem, RunError, UserError
 from armillary.foundation.progress import Progress
 from armillary.foundation.tell import seen_by_every_rank
 from armillary.recipe.plain import recipe_sha256
 from armillary.resilience.guard import NOT_FINITE, Health, gradients_at_fault
-from armillary.resilience.guard_dump import Replay, dump_folder, write_replay, write_rows
+from armillary.resilience.guard_dump import (
+    Replay,
+    clear_dump,
+    dump_folder,
+    write_replay,
+    write_rows,
+)
 from armillary.telemetry.events import EventLog
+from armillary.training.agreed_stop import AgreedStop
 from armillary.training.assembly import Assembly
 from armillary.training.resume import Beginning, restore
 from armillary.training.state import Position
@@ -42,7 +49,7 @@ class Recovery:
     log: EventLog
     progress: Progress
     store: CheckpointStore
-    ranks: Ranks
+    stop: AgreedStop
     save: Callable[[], None]
     """Begins a checkpoint of where the run stands."""
 
@@ -79,7 +86,7 @@ class FoundBad:
         """See `BadStep.stop`.
 
         Raises:
-            RunError: always, the same on every rank but for the gradients that it names.
+            RunError: always, on every rank.
         """
         assert self._health.frozen, "steps after it may have counted: see GuardPolicy.tolerated"
         before = self._position.step
@@ -123,10 +130,9 @@ class FoundBad:
             parts.log.emit("message", position.step, message=message)
         with parts.progress.task(f"going back to step {found.step}"):
             beginning = restore(parts.assembly, parts.store, found)
-        first, last = self._taken.mine.samples
         at = beginning.position
         at.jumped, at.rewinds = position.jumped, position.rewinds + 1
-        at.jump(first - steps_before * parts.assembly.shape.sequences, last)
+        at.jump(self._first_sample(at, steps_before), self._taken.mine.samples[1])
         parts.log.emit(
             "rewind",
             position.step,
@@ -137,11 +143,19 @@ class FoundBad:
         )
         raise Rewound(replace(beginning, position=at))
 
+    def _first_sample(self, at: Position, steps_before: int) -> int:
+        """Of the step so many before the bad one, or else of the first after `at`."""
+        sequences = self._parts.assembly.shape.sequences
+        for _ in range(at.step, self._taken.step - 1 - steps_before):
+            at = at.after(at.samples(sequences))
+        return at.samples(sequences)[0]
+
     def _save(self) -> list[Problem]:
         """Saves the state before the step; what kept it from being saved."""
         self._parts.save()
+        asked = self._parts.stop.request
         try:
-            self._parts.store.wait(raise_failure=True)
+            self._parts.store.wait(raise_failure=True, stop_asked=lambda: asked.requested)
         except RunError as error:
             return error.problems
         return []
@@ -170,17 +184,18 @@ class FoundBad:
         if own is None and health.frozen:
             own = self._gradients_again()
         folder = dump_folder(parts.folder, taken.step)
-        model, rank = parts.assembly.model, parts.ranks.rank
+        model, ranks = parts.assembly.model, parts.stop.ranks
 
         def write() -> list[str] | None:
             if model.counts_rows:
-                write_rows(folder, rank, taken.mine.microbatches, taken.mine.rows)
+                write_rows(folder, ranks.rank, taken.mine.microbatches, taken.mine.rows)
             return own
 
         try:
-            of_ranks = parts.ranks.together(write)
+            ranks.on_main(lambda: clear_dump(folder))
+            of_ranks = ranks.together(write)
             replay = self._replay(of_ranks)
-            parts.ranks.on_main(lambda: write_replay(parts.folder, replay))
+            ranks.on_main(lambda: write_replay(parts.folder, replay))
         except Failure as failure:
             message = f"step {taken.step} could not be dumped for a replay: {failure}"
             hint = f"check {folder} and its disk"
@@ -197,6 +212,7 @@ class FoundBad:
         )
         names = gradients_at_fault((n, p.grad) for n, p in assembly.model.named_parameters())
         assembly.optimizers.zero_grad()
+        assembly.model.take_counts()  # of no step
         return names
 
     def _replay(self, of_ranks: list[list[str] | None]) -> Replay:
@@ -214,7 +230,7 @@ class FoundBad:
             begun_from=at.provenance.get("from") if "origin" in at.provenance else None,
             jumped=self._position.jumped,
             recipe_sha256=recipe_sha256(parts.assembly.recipe),
-            world_size=parts.ranks.size,
+            world_size=parts.stop.ranks.size,
         )
 
 

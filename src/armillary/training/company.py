@@ -63,8 +63,11 @@ class Company(Protocol):
             DealtAnew: a group was lost.
         """
 
-    def end_step(self, position: Position) -> None:
-        """After each step, whose position this is.
+    def end_step(self, at: Callable[[], Position]) -> None:
+        """After each step.
+
+        Args:
+            at: see `begin_step`.
 
         Raises:
             Stopped: some rank was asked to stop.
@@ -99,7 +102,7 @@ class Alone:
         """See `Company`."""
         return loss
 
-    def end_step(self, position: Position) -> None:
+    def end_step(self, at: Callable[[], Position]) -> None:
         """See `Company`."""
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from armillary.checkpoint.find import Found
 from armillary.checkpoint.manifest import step_names
@@ -25,6 +25,7 @@ from armillary.parallel.config import Compile, NoCheckpoint
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.model import ParallelModel
 from armillary.parallel.replicas.config import Replicas
+from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
 from armillary.resilience.guard import HEALTHY, NOT_FINITE
@@ -36,9 +37,6 @@ from armillary.training.bad_step import described
 from armillary.training.feed import StepInput, feed, input_of
 from armillary.training.resume import begin_anew, restore
 from armillary.training.steps import Steps, Taken
-
-_CLOSE = 1e-5
-"""Relative difference of finite values that another mesh, or no compilation, may make."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +51,10 @@ class Replayed:
     """`kind`, `loss`, `gradient_norm`, and `gradients` by rank that are not finite."""
     repeated: dict[str, Any]
     """The same of the repetition, and `modules`: by rank, the first with an output that is not."""
+    same_recipe: bool
+    """Whether it was repeated with the recipe that it was taken with."""
     reproduced: bool
-    """Whether both are bad in the same way."""
+    """Whether both are bad in the same way: of the same kind, with the same values not finite."""
     bitwise: bool
     """Whether loss and gradient norm are the same to the last bit."""
 
@@ -71,13 +71,15 @@ def replay(recipe: Recipe, run: Path, *, step: int | None, progress: Progress) -
     Args:
         recipe: the run's.
         run: its folder.
-        step: None: the last that was dumped.
+        step: None: the latest that was dumped.
         progress: hears of what takes long.
 
     Raises:
-        UserError: there is no such dump, the dump is damaged, or the recipe does not fit the ranks.
+        UserError: there is no such dump, the dump is damaged, or the recipe does not fit it or the
+            ranks.
         RunError: a step on the way is bad as well, so that the state cannot be made again.
     """
+    own_sha256 = recipe_sha256(recipe)
     # Modules inside of compiled blocks cannot be watched, and the last bits are not what is asked.
     # What other groups of replicas have computed is in the dump.
     recipe = replace(recipe, compile=Compile(), replicas=Replicas())
@@ -103,8 +105,22 @@ def replay(recipe: Recipe, run: Path, *, step: int | None, progress: Progress) -
                 recipe, Mesh.create(recipe.parallel, device), open_data(recipe, progress, ranks)
             )
             with seen_by_every_rank():
-                rows = Rows(dump_folder(run, dump.step), assembly.shape.sequences)
-            return _Repetition(assembly, dump, store, ranks, progress).run(rows)
+                rows = _rows_of(dump, run, assembly.shape.sequences)
+            repetition = _Repetition(assembly, dump, store, ranks, progress)
+            return repetition.run(rows, same_recipe=own_sha256 == dump.recipe_sha256)
+
+
+def _rows_of(dump: Replay, run: Path, sequences: int) -> Rows:
+    first, last = dump.samples
+    if last - first != sequences:
+        raise UserError(
+            Problem(
+                f"the step had {last - first} sequences, and this recipe's steps have {sequences}",
+                f"{last - first} sequences of a step",
+                "leave budget.batch_tokens and budget.seq_len as the run had them",
+            )
+        )
+    return Rows(dump_folder(run, dump.step), sequences)
 
 
 class _Repetition:
@@ -130,7 +146,7 @@ class _Repetition:
             lag=0,
         )
 
-    def run(self, rows: Rows) -> Replayed:
+    def run(self, rows: Rows, *, same_recipe: bool) -> Replayed:
         """To the step before, and then the dumped batch."""
         self._go_there()
         own = self._assembly.shape.rows()
@@ -140,7 +156,7 @@ class _Repetition:
             taken = self._take(mine)
         at_fault = taken.result.gradients_at_fault or []
         of_ranks = self._ranks.together(lambda: (modules[:1], at_fault))
-        return self._compared(taken, of_ranks)
+        return self._compared(taken, of_ranks, same_recipe)
 
     def _newest_before(self) -> Found | None:
         """The checkpoint to begin with; None: there is none, and the run began with first weights.
@@ -179,7 +195,9 @@ class _Repetition:
         (taken,) = self._steps.read()
         return taken
 
-    def _compared(self, taken: Taken, of_ranks: list[tuple[list[str], list[str]]]) -> Replayed:
+    def _compared(
+        self, taken: Taken, of_ranks: list[tuple[list[str], list[str]]], same_recipe: bool
+    ) -> Replayed:
         dump, health = self._dump, taken.result.health
         kinds = {HEALTHY: "healthy", NOT_FINITE: "not finite"}
         kind = kinds.get(health.kind, "spike")
@@ -201,7 +219,9 @@ class _Repetition:
                 "gradients": {str(rank): names for rank, (_, names) in enumerate(of_ranks)},
                 "modules": {str(rank): name[0] for rank, (name, _) in enumerate(of_ranks) if name},
             },
-            reproduced=kind == dump.kind and all(_is_close(*pair) for pair in values),
+            same_recipe=same_recipe,
+            reproduced=kind == dump.kind
+            and all(math.isfinite(first) == math.isfinite(second) for first, second in values),
             bitwise=all(_is_same(*pair) for pair in values),
         )
 
@@ -214,9 +234,9 @@ def _first_module_at_fault(model: ParallelModel) -> Iterator[list[str]]:
         for part in model.parts:
             for name, module in part.named_modules():
 
-                def look(_: Any, inputs: Any, output: Any, name: str = name) -> None:
+                def look(module: nn.Module, _: Any, output: Any, name: str = name) -> None:
                     if not found and not all(map(_is_finite, _tensors(output))):
-                        found.append(name or type(_).__name__)
+                        found.append(name or type(module).__name__)
 
                 hooks.callback(module.register_forward_hook(look).remove)
         yield found
@@ -236,10 +256,6 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _is_same(first: float, second: float) -> bool:
     return first == second or (math.isnan(first) and math.isnan(second))
-
-
-def _is_close(first: float, second: float) -> bool:
-    return _is_same(first, second) or math.isclose(first, second, rel_tol=_CLOSE)
 
 
 def _word(value: float) -> float | str:

@@ -110,7 +110,7 @@ class EveryStep(_Groups):
         self._has_met = False
         return total
 
-    def end_step(self, position: Position) -> None:
+    def end_step(self, at: Callable[[], Position]) -> None:
         """See `Company`."""
 
     def _lose_step(self, why: str) -> NoReturn:
@@ -137,9 +137,10 @@ class Rounds(_Groups):
         """See `Company`."""
         return loss
 
-    def end_step(self, position: Position) -> None:
+    def end_step(self, at: Callable[[], Position]) -> None:
         """See `Company`."""
         every, last = self._assembly.recipe.replicas.mode.round_steps, self._assembly.total_steps
+        position = at()
         if position.step % every == 0 or position.step == last:
             self._due = True
             self._meet(position)

@@ -67,7 +67,7 @@ class Session:
             log=log,
             progress=progress,
             store=store,
-            ranks=stop.ranks,
+            stop=stop,
             save=self.save,
         )
         self._profiler = StepProfiler(assembly.recipe.telemetry, folder, log, process.rank())
@@ -158,7 +158,7 @@ class Session:
                     self._take(mine)
                 save, look = self._is_save_due(steps.begun), self._is_look_due(steps.begun)
                 self._read(leave=0 if save or look or steps.begun == until else steps.lag)
-                self._company.end_step(self.position)
+                self._company.end_step(steps.noted)
                 if look:
                     self._look_if_due()
                 if save:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from armillary.foundation.errors import Problem, UserError
+
+_COUNTS = ("step", "tokens_total", "cursor", "looked_at", "rewinds", "in_a_row")
+"""Fields of `Position` that are 0 or more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +31,8 @@ class Position:
     it went back."""
     rewinds: int = 0
     """How often the run has gone back."""
+    in_a_row: int = 0
+    """Bad steps up to this one, without a healthy one between them."""
     recent: list[list[float]] = field(default_factory=list)
     """Loss and gradient norm of the healthy steps that spikes are told by, oldest first."""
 
@@ -87,14 +93,14 @@ def _are_a_position(scalars: dict[str, Any]) -> bool:
     """Whether the values are of the kinds that `Position.scalars` gives."""
     if scalars.keys() != {each.name for each in fields(Position)}:
         return False
-    counts = [scalars[name] for name in ("step", "tokens_total", "cursor", "looked_at", "rewinds")]
+    counts = [scalars[name] for name in _COUNTS]
     jumped, recent = scalars["jumped"], scalars["recent"]
     if not (isinstance(scalars["data_fingerprint"], str) and isinstance(jumped, list)):
         return False
     if not (isinstance(recent, list) and all(isinstance(e, list) for e in (*jumped, *recent))):
         return False
     pairs = all(len(each) == 2 for each in (*jumped, *recent))
-    numbers = all(type(value) in (int, float) for each in recent for value in each)
+    numbers = all(type(v) is float and math.isfinite(v) for each in recent for v in each)
     counts += [value for each in jumped for value in each]
     return pairs and numbers and all(type(count) is int and count >= 0 for count in counts)
 

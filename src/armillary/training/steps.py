@@ -79,6 +79,7 @@ class Steps:
             assembly.recipe.guard,
             assembly.mesh.device,
             recent=position.recent,
+            in_a_row=position.in_a_row,
             agree=assembly.mesh.largest,
         )
 
@@ -128,6 +129,7 @@ class Steps:
                 self.position.step = step
                 self.position.cursor = one.mine.samples[1]
                 self.position.tokens_total += 0 if result.health.skipped else one.weights[0]
+                self.position.in_a_row = result.health.in_a_row
             yield Taken(step, one.mine, one.weights, result, one.ended)
 
     def noted(self) -> Position:

@@ -47,6 +47,7 @@ class LocalPlace:
     def __init__(self, folder: Path) -> None:
         self.local = folder
         self.address = str(folder)
+        self.hurried = False
         self._device: int | None = None
         self._published: str | None = None
         """A checkpoint that is there as long as its disk is, unless somebody removes it."""

@@ -14,13 +14,19 @@ T = TypeVar("T")
 
 _FIRST_WAIT = 0.5
 _LONGEST_WAIT = 8.0
+_SECONDS_IN_A_HURRY = 2.0
+_GLANCE_SECONDS = 0.2
 
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, ImportError)
 """What the same request would only be told again."""
 
 
-def insist(request: Callable[[], T], seconds: float) -> T:
+def insist(
+    request: Callable[[], T], seconds: float, hurried: Callable[[], bool] = lambda: False
+) -> T:
     """Makes a request until it succeeds, or for some seconds; each wait doubles, with chance in it.
+
+    Once `hurried`, no longer than two seconds: somebody waits for this to end.
 
     Errors of the server, time-outs and connections that break are tried again; that something is
     not there, or not allowed, is an answer. The last try may end after the time is over.
@@ -28,16 +34,23 @@ def insist(request: Callable[[], T], seconds: float) -> T:
     Raises:
         OSError: what the store said last, whatever the kind of error its library raised.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     wait = _FIRST_WAIT
+
+    def is_over(ahead: float) -> bool:
+        limit = min(seconds, _SECONDS_IN_A_HURRY) if hurried() else seconds
+        return time.monotonic() + ahead > began + limit
+
     while True:
         mark()  # a store in trouble is not a process that has come to a standstill
         try:
             return request()
         except Exception as error:
-            if is_final(error) or time.monotonic() + wait > deadline:
+            if is_final(error) or is_over(wait):
                 raise as_os_error(error) from error
-        time.sleep(wait * random.uniform(0.5, 1.0))
+        end = time.monotonic() + wait * random.uniform(0.5, 1.0)
+        while (left := end - time.monotonic()) > 0 and not is_over(left):
+            time.sleep(min(left, _GLANCE_SECONDS))
         wait = min(2 * wait, _LONGEST_WAIT)
 
 

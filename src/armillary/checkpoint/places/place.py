@@ -56,6 +56,9 @@ class Draft:
 class Place(Protocol):
     """A folder of checkpoints; `LocalPlace` and `RemotePlace` are the kinds there are."""
 
+    hurried: bool
+    """Whether somebody waits, so that a request which fails is not made again for long."""
+
     @property
     def address(self) -> str:
         """Where it is, for people: a path or an address such as s3://bucket/run."""

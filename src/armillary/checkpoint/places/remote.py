@@ -53,6 +53,7 @@ class RemotePlace:
         self, address: str, retry_seconds: float = 60, request_seconds: float = 60
     ) -> None:
         self.address = address
+        self.hurried = False
         self.retry_seconds = retry_seconds
         kind, _, self._root = address.partition("://")
         self._store = _connect(kind, request_seconds)
@@ -227,7 +228,7 @@ class RemotePlace:
         return f"{self._root}/{inside(name)}".rstrip("/")
 
     def _insist(self, request: Callable[[], T]) -> T:
-        return insist(request, self.retry_seconds)
+        return insist(request, self.retry_seconds, lambda: self.hurried)
 
 
 def _connect(kind: str, request_seconds: float) -> Any:
