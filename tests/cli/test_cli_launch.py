@@ -72,6 +72,14 @@ def test_recipe_mesh_and_options_are_checked_before_anything_is_written(
     assert not list(here.iterdir())
 
 
+def test_a_file_that_cannot_be_written_is_told_in_words(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "file").touch()
+    assert main(["launch", "slurm", "debug", *SMALL, "--out", "file/a.sbatch"]) == 1
+    assert "cannot write file/a.sbatch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1)])
 def test_submitting_hands_the_file_over_and_tells_what_was_said(
     code: int,

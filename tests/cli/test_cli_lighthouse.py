@@ -14,6 +14,7 @@ from armillary.cli.main import main
         (["--least", "0"], "allowed: 1 or more"),
         (["--silent-seconds", "nan", "--join-seconds", "0"], "--join-seconds 0.0"),
         (["--silent-seconds", "nan"], "--silent-seconds nan"),
+        (["--silent-seconds", "1e30"], "--silent-seconds 1e+30"),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_listens(

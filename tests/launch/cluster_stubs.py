@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 SRUN = f"""#!{sys.executable} -S
-# Starts the command once for each node, passes signals on, ends with the highest exit code.
+# Starts the command once for each node, passes signals on but those that end the step at once, as
+# srun does, and ends with the highest exit code.
 import os, signal, subprocess, sys
 words = sys.argv[1:]
 nodes = 1
@@ -19,7 +20,7 @@ while words[0].startswith("--"):
 tasks = []
 def pass_on(number, frame):
     for task in tasks:
-        task.send_signal(number)
+        task.send_signal(number if number == signal.SIGUSR1 else signal.SIGKILL)
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
     signal.signal(number, pass_on)
 for node in range(nodes):

@@ -47,7 +47,7 @@ def hostile(kind: type[Job], **more: Any) -> Any:
 
 
 def test_slurm_passes_every_word_on_to_each_machine_as_it_was_typed(stubs: Stubs) -> None:
-    job = hostile(Slurm, env=("SAID=it's $HOME",), setup="true")
+    job = hostile(Slurm, env=("SAID=it's $HOME",), setup="true # it's")
     assert stubs.run(job.render()).returncode == 0
     for node in range(2):
         assert stubs.words(node) == [
@@ -58,15 +58,16 @@ def test_slurm_passes_every_word_on_to_each_machine_as_it_was_typed(stubs: Stubs
 
 
 def test_skypilot_passes_every_word_on_as_it_was_typed(stubs: Stubs) -> None:
-    job = hostile(SkyPilot, storage="s3://bucket", setup="true")
+    job = hostile(SkyPilot, storage="s3://bucket", setup="true # it's")
     script = yaml.safe_load(job.render())["run"]
-    assert stubs.run(script, SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_NODE_RANK="1")
+    made = stubs.run(script, SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_NODE_RANK="1")
+    assert made.returncode == 0
     assert stubs.words() == [*job.command()[1:], "--node-rank", "1", "--meet", "10.0.0.1:29500"]
     assert not (stubs.folder / "pwned").exists()
 
 
 def test_torchrun_passes_every_word_on_as_it_was_typed(stubs: Stubs) -> None:
-    job = hostile(Torchrun, hosts=("first", "second"), min_nodes=1)
+    job = hostile(Torchrun, hosts=("first", "second"), min_nodes=1, setup="true # it's")
     assert stubs.run(job.render()).returncode == 0
     words = stubs.words()
     assert words[: words.index("--")] == [
@@ -102,8 +103,41 @@ def test_kubernetes_passes_every_word_on_as_it_was_typed(manifest: Any, setup: s
     words = [filled_in(word, variables) for word in [*node["command"], *node["args"]]]
     first = "tiny-trainer-0-0.tiny:29500"
     meeting = first if manifest == "jobset" else "tiny-node-0-0.tiny:29400"
-    shell = ["bash", "-c", 'source it && exec "$@"', "armillary-node"] if setup else []
+    script = 'source it\ntest "$?" = 0 || exit 1\nexec "$@"'
+    shell = ["bash", "-c", script, "armillary-node"] if setup else []
     assert words == [*shell, *job.command(), "--node-rank", "1", "--meet", meeting]
+
+
+@pytest.mark.parametrize("kind", [Slurm, SkyPilot, Torchrun])
+def test_nothing_is_started_where_the_setup_fails(kind: type[Job], stubs: Stubs) -> None:
+    text = kind(recipe=("debug",), setup="true; false", **COMMON).render()
+    script = yaml.safe_load(text)["run"] if kind is SkyPilot else text
+    assert stubs.run(script).returncode == 1
+    assert not list(stubs.folder.glob("words-*"))
+
+
+def test_a_claim_may_be_seen_at_two_places() -> None:
+    job = Kubernetes(recipe=("debug",), image="a/b", volumes=("data:/a", "data:/b"), **COMMON)
+    document = yaml.safe_load(job.render())["spec"]
+    seen = {each["name"]: each["mountPath"] for each in container(document)["volumeMounts"]}
+    assert seen == {"volume-0": "/a", "volume-1": "/b"}
+    assert job.folder == "/a/runs/tiny"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:2:3", 3723), ("1-2", 93_600), ("1-2:3", 93_780), ("0", 0)],
+)
+def test_a_limit_is_above_the_warning_before_it(time: str, seconds: int) -> None:
+    def refused(signal_seconds: int) -> bool:
+        job = Slurm(name="tiny", time=time, signal_seconds=signal_seconds)
+        return any("is not above" in problem.message for problem in job.problems())
+
+    if seconds:
+        assert not refused(min(seconds - 1, 65_535))
+        assert refused(seconds) or seconds > 65_535
+    else:
+        assert not refused(300)  # no limit
 
 
 def container(job_set: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +222,10 @@ REFUSED = [
     (Slurm, {"partition": "big\n#SBATCH --account=other"}, "--partition"),
     (Slurm, {"account": "a b"}, "--account"),
     (Slurm, {"sbatch": ("reservation=a b",)}, "--sbatch"),
+    (Slurm, {"sbatch": ("--reservation=a",)}, "--sbatch"),
+    (Slurm, {"sbatch": ("",)}, "--sbatch"),
+    (Slurm, {"setup": "export HF_TOKEN='hf_abc'; true"}, "--setup looks as if"),
+    (SkyPilot, {"install": "pip install https://me:hunter2@host/a.whl"}, "--install looks as if"),
     (Slurm, {"time": "tomorrow"}, "--time"),
     (Slurm, {"signal_seconds": 0}, "--signal-seconds 0"),
     (Slurm, {"env": ("HF_TOKEN=hf_abc",)}, "HF_TOKEN=... looks like a secret"),
@@ -203,6 +241,7 @@ REFUSED = [
     (Kubernetes, {**POD, "volumes": ("data:data",)}, "--volumes"),
     (Kubernetes, {**POD, "run": "/elsewhere"}, "is on no volume"),
     (Kubernetes, {**POD, "run": "/database/x"}, "is on no volume"),
+    (Kubernetes, {**POD, "run": "/data/../x"}, "is on no volume"),
     (Kubernetes, {**POD, "namespace": "A_b"}, "--namespace"),
     (Kubernetes, {**POD, "secrets": ("A_b",)}, "--secrets"),
     (Kubernetes, {**POD, "memory_per_node": "much"}, "--memory-per-node"),
@@ -218,6 +257,10 @@ def test_what_cannot_work_or_would_show_a_secret_is_refused(
     messages = [problem.message for problem in kind(**values).problems()]
     assert any(said in message for message in messages), messages
     assert "hunter2" not in "".join(messages) and "hf_abc" not in "".join(messages)
+
+
+def test_a_secret_may_be_read_on_the_machine() -> None:
+    assert not Slurm(name="tiny", setup='export HF_TOKEN="$(cat ~/.token)"').problems()
 
 
 @pytest.mark.parametrize(

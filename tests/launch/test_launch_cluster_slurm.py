@@ -68,9 +68,16 @@ def test_a_job_does_not_go_back_into_the_queue_for_ever(stubs: Stubs) -> None:
     assert "not put back after 5 times" in made.stderr
 
 
-@pytest.mark.parametrize(("waits", "requeued"), [("wait75", ["requeue 17"]), ("wait1", [])])
-def test_the_warning_before_the_limit_reaches_every_machine_and_its_answer_counts(
-    stubs: Stubs, waits: str, requeued: list[str]
+@pytest.mark.parametrize(
+    ("number", "waits", "requeued"),
+    [
+        (signal.SIGUSR1, "wait75", ["requeue 17"]),
+        (signal.SIGUSR1, "wait1", []),
+        (signal.SIGTERM, "wait75", []),
+    ],
+)
+def test_a_request_to_stop_reaches_every_machine_and_what_is_cancelled_stays_out_of_the_queue(
+    stubs: Stubs, number: signal.Signals, waits: str, requeued: list[str]
 ) -> None:
     batch = subprocess.Popen(
         ["bash", "-c", script()],
@@ -79,7 +86,7 @@ def test_the_warning_before_the_limit_reaches_every_machine_and_its_answer_count
         stderr=subprocess.DEVNULL,
     )
     _wait_for([stubs.folder / f"calls-{node}.waits" for node in range(2)])
-    batch.send_signal(signal.SIGUSR1)
+    batch.send_signal(number)
     assert (batch.wait(30), stubs.requeued()) == (int(waits[4:]), requeued)
 
 

@@ -110,6 +110,15 @@ sys.exit(7)
     assert shown.err == "error: rank 1 failed with exit code 7\ndisk on fire\n"
 
 
+def test_ranks_that_one_has_left_on_request_are_asked_to_stop_too() -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+sys.exit(75) if rank else time.sleep(60)
+sys.exit(7)
+"""
+    assert run(script, 2, grace_seconds=0.5) == 75
+
+
 LAUNCHER = """
 import sys
 from armillary.launch.local import launch
@@ -137,15 +146,21 @@ def started(folder: Path) -> subprocess.Popen[str]:
     return launcher
 
 
+def heard(folder: Path, rank: int) -> str:
+    """The signals that a rank has noted."""
+    note = folder / str(rank)
+    return note.read_text() if note.exists() else ""
+
+
 def test_each_signal_reaches_every_rank_once(tmp_path: Path) -> None:
     with started(tmp_path) as launcher:
         launcher.send_signal(signal.SIGUSR1)
-        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        while not all(heard(tmp_path, rank) == "SIGUSR1 " for rank in range(2)):
             assert launcher.poll() is None
         os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         assert launcher.wait(30) == 75
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == "SIGUSR1 SIGINT "
+        assert heard(tmp_path, rank) == "SIGUSR1 SIGINT "
 
 
 @pytest.mark.skipif(
@@ -156,4 +171,4 @@ def test_ranks_stop_on_request_when_the_launcher_is_killed(tmp_path: Path) -> No
         launcher.kill()
         assert launcher.stdout is not None
         launcher.stdout.read()  # ends when rank 0, which holds the other end, has ended
-    assert (tmp_path / "0").read_text() == "SIGTERM "
+    assert heard(tmp_path, 0) == "SIGTERM "

@@ -24,6 +24,7 @@ from armillary.parallel.gradients import (
 from armillary.parallel.layout import local_tensor
 from armillary.parallel.model import ParallelModel
 from armillary.precision import Precision
+from armillary.resilience.guard import gradients_at_fault
 from armillary.tasks.next_token import NextToken
 from ranks import run_ranks
 
@@ -154,6 +155,8 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float, order: floa
     gradient = local_tensor(dict(model.named_parameters())["norm.weight"].grad)
     gradient[3] = bad
     assert not math.isfinite(float(scale_and_clip(model, weight, 1.0, order)))
+    found = gradients_at_fault((name, p.grad) for name, p in model.named_parameters())
+    assert found == ["norm.weight"]  # the others do not become so by it
 
 
 def test_kinds_of_parameters_are_told_by_their_names() -> None:

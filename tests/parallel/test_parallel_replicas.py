@@ -247,6 +247,65 @@ def test_a_lighthouse_tells_who_is_there_and_who_is_behind() -> None:
             one.close()
 
 
+@needs_torchft
+def test_all_ranks_of_a_group_heal_from_the_peer_that_rank_0_was_told_of() -> None:
+    lighthouse = Lighthouse(f"{HOST}:0", least=3, join_seconds=5, silent_seconds=1)
+    members = {}
+    for group in range(3):
+        told: list[str] = []
+
+        def from_main(serve: Callable[[], str], told: list[str] = told) -> str:
+            if not told:
+                told.append(serve())
+            return told[0]
+
+        for rank in range(2):
+            members[group, rank] = Member(
+                group_name(group, "same"),
+                lighthouse=f"{HOST}:{lighthouse.port}",
+                host=HOST,
+                rank=rank,
+                size=2,
+                from_main=from_main,
+            )
+    try:
+        with ThreadPoolExecutor(len(members)) as pool:
+            progress = [5, 5, 3]
+            met = {
+                (group, rank): pool.submit(one.meet, progress[group], failures=0, seconds=20)
+                for (group, rank), one in members.items()
+            }
+            seen = {place: each.result() for place, each in met.items()}
+        assert seen[2, 0].heals_from != seen[2, 1].heals_from, "as torchft deals peers to ranks"
+        for group in range(3):
+            whose = seen[group, 0].whose_state(3)
+            agreed = seen[group, 1].healed_as(whose)
+            assert (agreed.heals_from, agreed.heals) == (
+                seen[group, 0].heals_from,
+                seen[group, 0].heals,
+            )
+    finally:
+        for each in (*members.values(), lighthouse):
+            each.close()
+
+
+@needs_torchft
+def test_members_go_on_with_a_lighthouse_that_came_back() -> None:
+    lighthouse = Lighthouse(f"{HOST}:0", least=1, join_seconds=5, silent_seconds=1)
+    port = lighthouse.port
+    one = member(lighthouse, 0)
+    try:
+        one.meet(1, failures=0, seconds=20)
+        lighthouse.close()
+        with pytest.raises((RuntimeError, TimeoutError)):
+            one.meet(3, failures=0, seconds=1)
+        lighthouse = Lighthouse(f"{HOST}:{port}", least=1, join_seconds=5, silent_seconds=1)
+        assert one.meet(3, failures=0, seconds=20).size == 1
+    finally:
+        one.close()
+        lighthouse.close()
+
+
 def listening() -> list[str]:
     """Where this process listens, as the kernel writes addresses."""
     sockets = set()

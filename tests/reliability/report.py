@@ -2,8 +2,8 @@
 
     python tests/reliability/report.py [--write] [NAME ...]
 
-Each trial is a script beside this one, which prints what it measured in Markdown and ends with 0 if
-every promise was kept. With `--write` the page gets the figures, of the trials that were run.
+Each trial is a script, most of them beside this one, which prints what it measured in Markdown and
+ends with 0 if every promise was kept. With `--write` the page gets the figures of those it ran.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "reliability.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 TRIALS = {
@@ -24,6 +24,7 @@ TRIALS = {
     "stops": "A polite stop in every phase",
     "corruption": "Damage to every kind of file",
     "faults": "Disks and stores that fail",
+    "stall": "What a save costs training",
     "elastic": "Ranks that come and go",
     "nodes": "Two nodes, one unplugged",
     "replicas": "Replica groups over torchft",
@@ -31,6 +32,9 @@ TRIALS = {
     "fuzz": "Hostile files",
 }
 """Scripts, in the order of the page, and their headings there."""
+
+ELSEWHERE = {"stall": "benchmarks/checkpoint_stall.py"}
+"""Scripts that are not beside this one."""
 
 
 def main() -> int:
@@ -46,7 +50,7 @@ def main() -> int:
     for name in names:
         began = time.monotonic()
         result = subprocess.run(
-            [sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True
+            [sys.executable, _script(name)], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         minutes = (time.monotonic() - began) / 60
         print(f"### {name} ({minutes:.1f} min)\n\n{result.stdout}", flush=True)
@@ -59,12 +63,16 @@ def main() -> int:
     return 1 if broken else 0
 
 
+def _script(name: str) -> str:
+    return ELSEWHERE.get(name, f"tests/reliability/{name}.py")
+
+
 def _write(name: str, measured: str, minutes: float) -> None:
     """Puts what one trial measured in its place on the page, leaving the others."""
     before, rest = PAGE.read_text().split(BEGIN)
     inside, after = rest.split(END)
     sections = dict(re.findall(r"<!-- (\w+) -->\n(.*?)(?=<!-- |\Z)", inside, re.DOTALL))
-    heading = f"### {TRIALS[name]}\n\n`python tests/reliability/{name}.py`, {minutes:.0f} min."
+    heading = f"### {TRIALS[name]}\n\n`python {_script(name)}`, {minutes:.0f} min."
     sections[name] = f"{heading}\n\n{measured}\n\n"
     parts = (f"<!-- {each} -->\n{sections[each]}" for each in TRIALS if each in sections)
     PAGE.write_text(f"{before}{BEGIN}\n{''.join(parts)}{END}{after}")

@@ -31,6 +31,7 @@ from armillary.resilience.guard_dump import (
     REPLAY_FILE,
     Replay,
     Rows,
+    clear_dump,
     dump_folder,
     dumped_steps,
     read_replay,
@@ -249,12 +250,24 @@ def test_a_dump_comes_back_as_it_was_and_in_any_arrangement(tmp_path: Path) -> N
     assert padding.labels[1].unique().tolist() == [IGNORED] and padding.sample_ids[1] == -1
 
 
+def test_a_dump_does_not_mix_with_an_earlier_one_of_the_same_step(tmp_path: Path) -> None:
+    folder = written(tmp_path)  # by two ranks, and now by one
+    clear_dump(folder)
+    write_rows(folder, 0, [batch_of([0, 1, 2, 3])], [[0, 1, 2, 3]])
+    write_replay(tmp_path, FOUND)
+    assert Rows(folder, 4).batch([1, 3]).sample_ids == batch_of([1, 3]).sample_ids
+
+
 def test_only_the_newest_dumps_stay(tmp_path: Path) -> None:
     for step in range(1, 24):
         write_rows(dump_folder(tmp_path, step), 0, [batch_of([0])], [[0]])
         write_replay(tmp_path, replace(FOUND, step=step))
     assert dumped_steps(tmp_path) == list(range(4, 24))
     assert not dump_folder(tmp_path, 3).exists()
+    clear_dump(dump_folder(tmp_path, 2))  # none is there
+    write_rows(dump_folder(tmp_path, 2), 0, [batch_of([0])], [[0]])
+    write_replay(tmp_path, replace(FOUND, step=2))  # of a run that went back
+    assert dumped_steps(tmp_path) == [2, *range(5, 24)]
 
 
 def changed(**fields: Any) -> Callable[[Path], object]:

@@ -84,6 +84,13 @@ with StopRequest(clock=lambda: now[0]):
 """The main thread is in a call of a library, where no handler of Python's runs."""
 
 
+def test_leaving_at_once_ends_a_process_also_where_nobody_reads_what_it_says() -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVES], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.wait(LIMIT) == 130
+
+
 def test_leaving_at_once_ends_the_process_with_130_whatever_it_is_doing() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=LIMIT

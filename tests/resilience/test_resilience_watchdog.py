@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import math
 import threading
 import time
@@ -273,6 +274,25 @@ def test_work_of_another_thread_that_stands_still_is_noticed_while_training_goes
         thread.join()
     assert "checkpoint-20 stands still" in str(said[0]) and "saving step 20" in str(said[0])
     assert thread.ident not in marks()
+
+
+def test_who_looks_around_with_a_debugger_is_given_all_the_time(tmp_path: Path) -> None:
+    left, said = Left(), []
+    with watching(tmp_path, left, said, first_step_seconds=0.2, step_seconds=0.2):
+        bdb.Bdb().runcall(time.sleep, 1.0)
+    assert not left.is_set() and not said
+
+
+def test_a_recorder_that_never_answers_does_not_keep_the_watch_from_its_end(tmp_path: Path) -> None:
+    left, said = Left(), []
+    config = Watchdog(first_step_seconds=0.2, step_seconds=0.2, grace_seconds=0.2)
+    recorder = Recorder(counts=lambda: {"never": int(left.wait(60))})
+    alone = RollCall(None, rank=0, world_size=1)
+    watch = Watch(config, folder=tmp_path, roll_call=alone, recorder=recorder, leave=left)
+    watch.tell = lambda error, speaks: said.append(error)
+    with watch:
+        assert left.wait(30) and left.code == 1
+    assert "stands still" in str(said[0])
 
 
 def test_nothing_is_watched_where_that_is_not_wanted(tmp_path: Path) -> None:

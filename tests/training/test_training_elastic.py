@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +23,6 @@ STEPS = 24
 RELATIVE = 1e-5
 TIMEOUT = 90.0
 """Seconds in which ranks must have ended; hangs would last ten minutes or more."""
-
-
-@pytest.fixture
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
 
 
 def reached(run: Path, step: int, ranks: list[Process]) -> None:

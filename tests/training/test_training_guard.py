@@ -6,11 +6,9 @@ One sample makes the loss not a number, on the one rank that reads it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,79 +16,34 @@ from unittest import mock
 
 import pytest
 import torch
-from poisoned_task import Poisoned
-from safetensors.torch import load_file
+from guarded_runs import (
+    BAD,
+    SEQUENCES,
+    STEPS,
+    equal,
+    lagging,
+    measured,
+    poisoned,
+    recipe_in,
+    run,
+    saved_steps,
+    saving_every_step,
+    weights_of,
+)
 
 from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.places.local import LocalPlace
-from armillary.cli.main import main
 from armillary.foundation.errors import RunError, UserError
-from armillary.foundation.progress import NoProgress
-from armillary.models.layers.mlp import SwiGLU
 from armillary.optim.muon import Muon
-from armillary.parallel.config import Parallel
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
-from armillary.recipe.toml import to_toml
-from armillary.resilience.guard_config import Guard, GuardPolicy, Rewind, Skip, Stop
+from armillary.resilience.guard_config import Rewind, Skip, Stop
 from armillary.resilience.guard_dump import dump_folder, read_replay
 from armillary.telemetry.history import read_history
-from armillary.training import resume, steps
-from armillary.training.replay import replay
+from armillary.training import resume
 from armillary.training.session import Session
-from armillary.training.state import Position
-from armillary.training.train import train
 from ranks import run_ranks
-from tiny_runs import accumulating, events_of, steps_of, tiny_recipe, write_corpus
-
-STEPS, BAD = 9, 5
-SEQUENCES = 16
-"""Of a step of `tiny_recipe`."""
-
-
-def recipe_in(folder: Path, ranks: int = 1) -> Recipe:
-    """Accumulates, looks at held-out text on the way, and saves after every second step."""
-    recipe = tiny_recipe(folder, steps=STEPS, parallel=Parallel(device="cpu", dp_shard=ranks))
-    return replace(accumulating(recipe, 4), checkpoint=Checkpoint(every=2, keep_last=99))
-
-
-def poisoned(recipe: Recipe, samples: tuple[int, ...], policy: GuardPolicy, **spike: Any) -> Recipe:
-    guard = Guard(policy=policy, **{name: spike[name] for name in spike if name != "spike"})
-    task = Poisoned(samples=samples, spike=spike.get("spike", 0.0))
-    return replace(recipe, task=task, guard=guard)
-
-
-def run(recipe: Recipe, folder: Path, resume: str = "auto") -> int:
-    return train(recipe, name="tiny", folder=folder, resume=resume)
-
-
-@contextmanager
-def lagging() -> Iterator[None]:
-    """As on a GPU: what a step measured is read when the next one has been enqueued."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "lag_of", lambda assembly: int(assembly.optimizers.can_skip))
-        yield
-
-
-def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    return {
-        f"{path.name}:{name}": tensor
-        for path in sorted(folder.rglob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-
-
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
-def saved_steps(run: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
-
-
-def measured(run: Path) -> list[tuple[int, list[int], float | None]]:
-    return [(step["step"], step["samples"], step["loss"]) for step in steps_of(run)]
+from tiny_runs import events_of, steps_of, write_corpus
 
 
 def each_policy(folder: str, ranks: int, lag: bool) -> None:
@@ -152,13 +105,6 @@ def policies(path: Path, recipe: Recipe, bad: tuple[int, ...]) -> None:
 def test_each_policy_does_what_it_says_on_all_ranks(lag: bool, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     run_ranks(each_policy, 2, str(tmp_path), 2, lag)
-
-
-def saving_every_step(path: Path) -> tuple[Recipe, tuple[int, ...]]:
-    write_corpus(path)
-    recipe = replace(recipe_in(path), checkpoint=Checkpoint(every=1, keep_last=99))
-    assert run(recipe, path / "whole") == 0
-    return recipe, tuple(steps_of(path / "whole")[BAD - 1]["sample_ids"][:1])
 
 
 def test_a_skipped_step_leaves_weights_and_moments_as_they_were_with_and_without_lag(
@@ -290,112 +236,6 @@ def test_a_spike_is_skipped_and_the_window_survives_a_resume(tmp_path: Path) -> 
     assert measured(tmp_path / "again") == measured(tmp_path / "run")[6:]
 
 
-# Repeating the bad step.
-
-
-def a_stopped_run(folder: str, ranks: int) -> None:
-    torch.set_num_threads(1)
-    path = Path(folder)
-    recipe = recipe_in(path, ranks)
-    ids = tuple(json.loads((path / "bad.json").read_text()))
-    with pytest.raises(RunError):
-        run(poisoned(recipe, ids, Stop()), path / "run")
-
-
-def repeated(folder: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    path = Path(folder)
-    recipe = poisoned(
-        recipe_in(path, 2), tuple(json.loads((path / "bad.json").read_text())), Stop()
-    )
-    return replay(recipe, path / "run", step=None, progress=NoProgress()).facts()
-
-
-def test_replay_reproduces_the_step_on_its_own_mesh_and_on_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_corpus(tmp_path)
-    recipe = recipe_in(tmp_path)
-    assert run(recipe, tmp_path / "whole") == 0
-    bad = steps_of(tmp_path / "whole")[BAD - 1]["sample_ids"][-1:]
-    (tmp_path / "bad.json").write_text(json.dumps(bad))
-    run_ranks(a_stopped_run, 2, str(tmp_path), 2)
-    dump = read_replay(tmp_path / "run")
-    assert dump.sample_ids[-1:] == bad and dump.world_size == 2 and dump.checkpoint_step == BAD - 1
-    assert dump.gradients is not None and "head.weight" in dump.gradients["0"]
-
-    first, second = run_ranks(repeated, 2, str(tmp_path))
-    assert first == second
-    assert first["reproduced"] and first["bitwise"] and first["begun_at"] == BAD - 1
-    assert first["repeated"]["loss"] == first["recorded"]["loss"] == "nan"
-    assert first["repeated"]["gradients"] == dump.gradients
-    assert first["repeated"]["modules"] == {}  # the model is sound: it is the loss
-
-    capsys.readouterr()
-    for step in saved_steps(tmp_path / "run")[1:]:  # from an older checkpoint, with steps between
-        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "state.json").unlink()
-    one = ["replay", str(tmp_path / "run"), "--nproc", "1", "--parallel.dp-shard", "1"]
-    assert main([*one, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["reproduced"] and facts["begun_at"] == 2
-    assert main(one) == 0
-    page = capsys.readouterr().out
-    assert "reproduced, to the last bit" in page and "gradients not finite: embedding" in page
-
-
-def test_replay_names_the_module_and_tells_a_fault_of_the_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_corpus(tmp_path)
-    forward, calls = SwiGLU.forward, 0
-
-    def failing_once(self: SwiGLU, x: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return forward(self, x) * (math.inf if calls == 20 else 1)
-
-    monkeypatch.setattr(SwiGLU, "forward", failing_once)
-    with pytest.raises(RunError, match="at step 3, "):
-        run(recipe_in(tmp_path), tmp_path / "run")
-    capsys.readouterr()
-
-    monkeypatch.setattr(SwiGLU, "forward", forward)
-    assert main(["replay", str(tmp_path / "run"), "--json"]) == 1
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["recorded"]["kind"] == "not finite" and facts["repeated"]["kind"] == "healthy"
-    assert main(["replay", str(tmp_path / "run")]) == 1
-    assert "not reproduced: look for a fault of the machine" in capsys.readouterr().out
-
-    # Bad from the first step of the repetition on, which has no step before the bad one.
-    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: forward(self, x) * math.inf)
-    assert main(["replay", str(tmp_path / "run"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["repeated"]["modules"] == {"0": "layers.0.feed_forward"}
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ([], "0 runs are given"),
-        (["nowhere"], "is not a run folder"),
-        (["whole"], "no bad step was dumped"),
-        (["whole", "--step", "3"], "no step 3 was dumped"),
-    ],
-)
-def test_what_cannot_be_repeated_is_told_in_words(
-    typed: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "recipe.toml").write_text(to_toml(recipe_in(tmp_path)))
-    assert main(["replay", *typed]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_dump_that_cannot_be_written_is_a_warning_and_no_more(tmp_path: Path) -> None:
     recipe, bad = saving_every_step(tmp_path)
     (tmp_path / "run").mkdir()
@@ -415,32 +255,3 @@ def test_a_dump_that_cannot_be_written_is_a_warning_and_no_more(tmp_path: Path) 
     assert not folder.exists()
     with pytest.raises(UserError):
         read_replay(tmp_path / "run")
-
-
-# Arithmetic of the cursor.
-
-
-def read_by(position: Position, steps: int, count: int) -> list[int]:
-    """The samples of the next steps, in order."""
-    found: list[int] = []
-    for _ in range(steps):
-        samples = position.samples(count)
-        position = position.after(samples)
-        found += range(*samples)
-    return found
-
-
-def test_samples_that_are_jumped_over_are_the_only_ones_not_read() -> None:
-    position = Position(cursor=20)
-    position.jump(24, 32)
-    position.jump(0, 12)  # read already
-    position.jump(32, 36)
-    position.jump(44, 48)
-    assert position.jumped == [[24, 36], [44, 48]]
-    assert read_by(position, 4, 4) == [*range(20, 24), *range(36, 44), *range(48, 52)]
-    # A step that would reach into them begins behind them, also where steps have become longer.
-    assert read_by(position, 2, 5) == [*range(36, 41), *range(48, 53)]
-    again = Position.from_scalars(
-        json.loads(json.dumps(position.scalars())), data_fingerprint="", path=""
-    )
-    assert again == position

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +13,7 @@ from armillary.parallel.config import Parallel
 from armillary.recipe.toml import to_toml
 from armillary.resilience.roll_call import RollCall
 from armillary.training.train import train
+from reliability.zygote import Zygote
 from tiny_runs import events_of, tiny_recipe, write_corpus
 
 BEGINNING = (
@@ -33,28 +28,6 @@ TIMEOUT = 60
 """Seconds in which all others must have ended; the process group's own timeout is ten minutes."""
 
 
-def start(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
-    """A rank without a launcher that would end the others in its place."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-    }
-    command = ("train", "--from-file", "tiny.toml", "--run", "run")
-    return subprocess.Popen(
-        [sys.executable, "-m", "armillary", *command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize(
     ("victim", "mesh"),
     [
@@ -64,36 +37,27 @@ def start(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Pop
     ids=["rank-2-of-tp2-fsdp2", "rank-0-of-pp2"],
 )
 def test_the_others_end_and_name_one_that_is_killed_in_mid_step(
-    victim: int, mesh: Parallel, tmp_path: Path
+    victim: int, mesh: Parallel, zygote: Zygote, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path)
     recipe = tiny_recipe(tmp_path, steps=100_000, parallel=mesh)
     recipe = replace(recipe, budget=replace(recipe.budget, microbatch_sequences=4))
     (tmp_path / "tiny.toml").write_text(to_toml(recipe))
-    world_size = mesh.grid.world_size
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = [start(tmp_path, rank, world_size, port) for rank in range(world_size)]
-    try:
-        deadline = time.monotonic() + TIMEOUT
-        log = tmp_path / "run" / "events.jsonl"
-        while not (log.exists() and events_of(tmp_path / "run", "step")):
-            assert time.monotonic() < deadline, "no step was taken"
-            time.sleep(0.05)
-        ranks[victim].send_signal(signal.SIGKILL)
-        said = {}
-        for rank, process in enumerate(ranks):
-            said[rank] = process.communicate(timeout=TIMEOUT)[1]
-        for rank, process in enumerate(ranks):
-            expected = -signal.SIGKILL if rank == victim else 1
-            assert process.returncode == expected, said[rank]
-            if rank != victim:
-                assert re.search(rf"rank {victim} is gone", said[rank]), said[rank]
-                assert "Traceback" not in said[rank]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    command = ["train", "--from-file", "tiny.toml", "--run", "run"]
+    # Without a launcher, which would end the others in its place.
+    size = mesh.grid.world_size
+    ranks = zygote.start_ranks(command, size, cwd=tmp_path, output=tmp_path / "said")
+    log = tmp_path / "run" / "events.jsonl"
+    deadline = time.monotonic() + TIMEOUT
+    while not (log.exists() and events_of(tmp_path / "run", "step")):
+        assert time.monotonic() < deadline, "no step was taken"
+        time.sleep(0.05)
+    ranks[victim].kill()
+    for process in ranks:
+        if process is not ranks[victim]:
+            assert process.wait(TIMEOUT) == 1, process.output()
+            assert f"rank {victim} is gone" in process.output()
+            assert "Traceback" not in process.output()
 
 
 class Silent:

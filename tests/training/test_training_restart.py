@@ -21,9 +21,9 @@ from armillary.recipe.budget import Sampling
 from armillary.recipe.recipe import Recipe
 from armillary.resilience.signals import Stopped, StopRequest
 from armillary.training.assembly import assemble
+from armillary.training.prepare import BYTES_PER_PARAMETER
 from armillary.training.run_folder import default_run_folder
 from armillary.training.session import Session
-from armillary.training.prepare import BYTES_PER_PARAMETER
 from armillary.training.train import train
 from armillary.training.validation import validate
 from tiny_runs import events_of, steps_of, tiny_recipe, write_corpus

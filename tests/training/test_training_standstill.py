@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +25,6 @@ WATCHED = Watchdog(step_seconds=3, grace_seconds=1, first_step_seconds=60, ranks
 FOR_EVER = 600
 TIMEOUT = 60
 """Seconds for the whole of a run that comes to a standstill after some steps."""
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as made:
-        yield made
 
 
 @dataclass(frozen=True)

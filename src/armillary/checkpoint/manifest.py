@@ -38,6 +38,10 @@ class Unverified(Exception):
     """A folder is not a checkpoint; the message says why, for a person."""
 
 
+class Unreadable(Unverified):
+    """It may be one: the machine, the disk or the store failed while it was read."""
+
+
 def step_name(step: int) -> str:
     """Folder name of a step's checkpoint."""
     assert 0 <= step < 10**8, step
@@ -115,7 +119,7 @@ def read_manifest(place: Place, name: str) -> dict[str, Any]:
     manifest = parse_manifest(data)
     named = step_of(name.rpartition("/")[2])
     if named is not None and named != manifest["step"]:
-        raise Unverified(f"the manifest is of step {manifest['step']}")
+        raise Unverified(f"{MANIFEST_NAME} is of step {manifest['step']}")
     return manifest
 
 
@@ -194,7 +198,16 @@ def _is_number(value: object) -> bool:
 
 
 def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
+    return value is None or _is_text(value)
+
+
+def _is_text(value: object) -> bool:
+    """Whether it can be shown: no lone surrogates, no escape codes for a terminal."""
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_table_of(value: object, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(_is_text(n) and is_right(v) for n, v in value.items())
 
 
 _FIELDS: dict[str, Callable[[Any], bool]] = {
@@ -202,10 +215,10 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens_total": lambda value: value is None or _is_count(value),
     "cursor": lambda value: True,
     "recipe_sha256": _is_text_or_none,
-    "created": lambda value: isinstance(value, str),
+    "created": _is_text,
     "kind": lambda value: value in KINDS,
-    "scores": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-    "code": lambda value: isinstance(value, dict) and all(map(_is_text_or_none, value.values())),
+    "scores": lambda value: _is_table_of(value, _is_number),
+    "code": lambda value: _is_table_of(value, _is_text_or_none),
     "versions": lambda value: isinstance(value, dict),
     "provenance": lambda value: isinstance(value, dict),
 }

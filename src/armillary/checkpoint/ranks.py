@@ -17,9 +17,10 @@ from armillary.foundation.errors import ArmillaryError, Stopped
 
 T = TypeVar("T")
 
-# A rank may write, read or build for long while the others wait; a peer that dies closes its
-# connection, which is noticed at once, and one whose host vanished is for `on_wait` to notice.
-_TIMEOUT = timedelta(hours=6)
+# A rank may write, read or build for days while the others wait: a large corpus, for one. A peer
+# that dies closes its connection, which is noticed at once, and one whose host vanished, or that
+# stands still, is for `on_wait` and the watchdog to notice.
+_TIMEOUT = timedelta(days=30)
 _GLANCE = timedelta(seconds=1)
 
 

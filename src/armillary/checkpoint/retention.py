@@ -9,7 +9,7 @@ from typing import Any
 
 from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.find import path_of
-from armillary.checkpoint.manifest import Unverified, read_manifest, reason_of, step_names
+from armillary.checkpoint.manifest import Unreadable, Unverified, read_manifest, reason_of, step_names
 from armillary.checkpoint.places.place import Place
 from armillary.checkpoint.verify import verify
 from armillary.foundation.strict_json import parse_json
@@ -38,18 +38,19 @@ class Shelf:
     def __init__(self, place: Place, keep: Checkpoint) -> None:
         self.place = place
         self._keep = keep
-        self._proven: dict[str, tuple[object, ...]] = {}
+        self._known: dict[str, tuple[tuple[object, ...], bool]] = {}
+        """By name: what the files looked like when they were read, and whether all was right."""
 
     def trust(self, name: str) -> None:
-        """Takes a checkpoint for verified that was just published, until somebody writes to it."""
-        self._proven[name] = self.place.signature(name)
+        """Takes a checkpoint for verified that was just proven, until somebody writes to it."""
+        self._known[name] = self.place.signature(name), True
 
     def thin(self, just_written: int, *, dry_run: bool = False) -> list[Shelved]:
         """Removes what nothing keeps; returns that.
 
         Kept are: those down to the last of the `keep_last` that verify, of which ephemeral ones
         stay while nothing newer verifies; the `keep_best` with the best scores, of those that
-        verify; permanent ones; pinned ones; the one just written, even where higher steps lie
+        verify, and what is as good and cannot be read for now; permanent ones; pinned ones; the one just written, even where higher steps lie
         beside it. Foreign names and folders without an intact manifest are not ours to touch.
 
         Raises:
@@ -63,7 +64,7 @@ class Shelf:
         ]
         for each in doomed:
             if not dry_run:
-                self._proven.pop(each.name, None)
+                self._known.pop(each.name, None)
                 self.place.remove(each.name)
         return doomed
 
@@ -96,28 +97,38 @@ class Shelf:
         scored = [each for each in shelved if metric in each.manifest["scores"]]
         scored.sort(key=lambda each: (each.manifest["scores"][metric], -each.step))
         best: set[int] = set()
+        counted = 0
         for each in scored:
-            if len(best) == self._keep.keep_best:
+            if counted == self._keep.keep_best:
                 break
-            if self._verifies(each.name):
+            verifies = self._verifies(each.name)
+            if verifies is not False:
                 best.add(each.step)
+            counted += verifies is True
         return best
 
     def _is_permanent(self, each: Shelved) -> bool:
         every = self._keep.keep_every
         return each.manifest["kind"] == "permanent" or (every > 0 and each.step % every == 0)
 
-    def _verifies(self, name: str) -> bool:
-        """Reads a checkpoint once, then again only after somebody has written to it."""
+    def _verifies(self, name: str) -> bool | None:
+        """Reads a checkpoint once, then again only after somebody has written to it.
+
+        None: it cannot be read for now.
+        """
         seen = self.place.signature(name)
-        if self._proven.get(name) == seen:
-            return True
+        before, verdict = self._known.get(name, (None, False))
+        if before == seen:
+            return verdict
         try:
             verify(self.place, name)
+            verdict = True
+        except Unreadable:
+            return None
         except Unverified:
-            return False
-        self._proven[name] = seen
-        return True
+            verdict = False
+        self._known[name] = seen, verdict
+        return verdict
 
 
 def shelved_in(place: Place) -> list[Shelved]:

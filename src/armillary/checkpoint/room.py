@@ -13,18 +13,23 @@ from armillary.foundation.errors import Problem, UserError
 _TRIAL_BYTES = 4096
 
 
-def copies_needed(config: Checkpoint, there: int) -> int:
+def copies_needed(config: Checkpoint, there: int, total_steps: int) -> int:
     """Checkpoints for which there has to be room: those that stay, and the one being written.
+
+    No more than the run will write.
 
     Of those that stay for good, one: how many there will be in the end is for people to plan.
 
     Args:
         config: what is kept.
         there: checkpoints that lie there already and make room as they go.
+        total_steps: of the run.
     """
     kept = config.keep_last + config.keep_best
     kept += (config.ephemeral_every > 0) + (config.keep_every > 0)
-    return kept + 1 - min(there, kept)  # one is written before the oldest goes
+    periods = (config.every, config.keep_every, config.ephemeral_every)
+    saves = sum(total_steps // every for every in periods if every > 0) + 1  # the end is one
+    return min(kept + 1 - min(there, kept), saves)  # one is written before the oldest goes
 
 
 def require_room(place: Place, bytes_needed: int) -> None:

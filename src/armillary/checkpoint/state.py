@@ -138,8 +138,9 @@ def restore_training(
         model,
         optimizers,
         stored,
-        found.step,
         lambda state: store.load(found, state | (further or {}), check),
+        # Steps before the first healthy one learned from no token.
+        never_updated=found.step == 0 or found.manifest["tokens_total"] == 0,
     )
 
 
@@ -147,8 +148,9 @@ def fill_training(
     model: Model,
     optimizers: Sequence[Optimizer],
     names: Collection[str],
-    step: int,
     fill: Callable[[State], T],
+    *,
+    never_updated: bool,
 ) -> T:
     """Has `fill` write the state of another run into a model and its optimizers.
 
@@ -159,11 +161,11 @@ def fill_training(
         model: to fill.
         optimizers: of the model.
         names: of the tensors that come.
-        step: after which they are the state.
         fill: given the live tensors.
+        never_updated: whether the optimizers may have had no state at all when it was written.
     """
     initialise_optimizers(optimizers)
-    _drop_states_never_made(_named_tensors(model), optimizers, names, step)
+    _drop_states_never_made(_named_tensors(model), optimizers, names, never_updated)
     state = gather_state(model, optimizers)
     result = fill(state)
     apply_state(state, model, optimizers)
@@ -193,7 +195,7 @@ def _drop_states_never_made(
     named: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer],
     stored: Collection[str],
-    step: int,
+    never_updated: bool,
 ) -> None:
     names = {id(tensor): name for name, tensor in named.items()}
     for optimizer in optimizers:
@@ -201,7 +203,7 @@ def _drop_states_never_made(
             p: any(key.startswith(f"optimizer.{names[id(p)]}.") for key in stored)
             for p in list(optimizer.state)
         }
-        if step == 0 or any(held.values()):
+        if never_updated or any(held.values()):
             for p in [p for p, is_held in held.items() if not is_held]:
                 del optimizer.state[p]
 

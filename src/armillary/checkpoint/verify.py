@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from armillary.checkpoint.manifest import Unverified, read_manifest, reason_of
+from armillary.checkpoint.manifest import Unreadable, Unverified, read_manifest, reason_of
 from armillary.checkpoint.places.place import Place
 from armillary.foundation.progress import NoProgress, Progress
 
@@ -21,7 +21,7 @@ def verify(place: Place, name: str, progress: Progress | None = None) -> dict[st
     """The manifest of a checkpoint, after every file was read and matched.
 
     Raises:
-        Unverified: the first thing that is wrong.
+        Unverified: the first thing that is wrong; `Unreadable` where that may pass.
     """
     manifest = read_manifest(place, name)
     files: dict[str, dict[str, Any]] = manifest["files"]
@@ -67,7 +67,7 @@ class _Reading:
                 with self._lock:
                     self._count += len(chunk)
         except OSError as error:
-            raise Unverified(f"{file} is unreadable ({reason_of(error)})") from None
+            raise Unreadable(f"{file} is unreadable ({reason_of(error)})") from None
         return digest.hexdigest()
 
     def take_count(self) -> int:
@@ -81,7 +81,7 @@ def _require_sizes(place: Place, name: str, files: Mapping[str, Mapping[str, Any
     try:
         sizes = place.files(name)
     except OSError as error:
-        raise Unverified(f"cannot be listed ({reason_of(error)})") from None
+        raise Unreadable(f"cannot be listed ({reason_of(error)})") from None
     for file, entry in files.items():
         if file not in sizes:
             raise Unverified(f"{file} is missing, or not a regular file")

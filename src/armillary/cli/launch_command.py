@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         UserError: with all problems of the recipe and of the options at once.
-        RunError: the file was not taken.
+        RunError: the file was not written, or not taken.
     """
     job = _job(arguments)
     text = job.render()
@@ -66,8 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_FINISHED
     if arguments.submit:
         _require(command)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = Problem(f"cannot write {file}: {error.strerror}", fix="another --out FILE")
+        raise RunError(problem) from error
     said = _submit(command) if arguments.submit else ""
     if arguments.json:
         print(_as_json(job, text, file, command), end="")
@@ -123,9 +127,8 @@ def _job(arguments: argparse.Namespace) -> Job:
     job = kind(recipe=tuple(arguments.recipe_tokens), **values)
     found = job.problems()
     sizes: list[int] = getattr(job, "world_sizes", [job.world_size])
-    if not found:
-        for world_size in sizes:
-            found += problems(resolved.recipe, world_size, data=False)
+    for world_size in sizes:
+        found = found or problems(resolved.recipe, world_size, data=False)
     if found:
         raise UserError(found)
     return job

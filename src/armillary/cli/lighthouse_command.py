@@ -14,6 +14,7 @@ from armillary.foundation.errors import EXIT_FINISHED, Problem, RunError, UserEr
 from armillary.parallel.replicas.config import address
 
 _LOOK_SECONDS = 0.2
+_LONGEST = 1_000_000  # seconds
 
 
 def add_arguments(parser: Parser) -> None:
@@ -89,7 +90,8 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.least < 1:
         found.append(Problem(f"--least {arguments.least}", "1 or more", "--least 1"))
     for name in ("join_seconds", "silent_seconds"):
-        if not 0 < getattr(arguments, name) < float("inf"):
+        if not 0 < (seconds := getattr(arguments, name)) <= _LONGEST:
             option = f"--{name.replace('_', '-')}"
-            found.append(Problem(f"{option} {getattr(arguments, name)}", "above 0", f"{option} 10"))
+            allowed = f"above 0, at most {_LONGEST}"
+            found.append(Problem(f"{option} {seconds}", allowed, f"{option} 10"))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import uuid
@@ -9,12 +10,26 @@ from pathlib import Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` durable."""
+    """Makes renames inside `folder` durable, on file systems that can be asked for it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts know no such
+            raise
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, durably; one that is there is left alone."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

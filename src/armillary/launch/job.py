@@ -20,6 +20,7 @@ from armillary.foundation.errors import Problem
 from armillary.foundation.run_folder import RUNS_FOLDER
 from armillary.foundation.secrets import holds_a_secret, names_a_secret
 
+_SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=[\"']?[^\s$\"']")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?\Z")
 _LEAST_PORT, _LAST_PORT = 1_024, 65_535
@@ -116,7 +117,7 @@ class Job(ABC):
                 fix=f"--name {name_of(self.name)}",
             )
         for field in ("run", "setup"):
-            yield from one_line(field, getattr(self, field))
+            yield from shown(field, getattr(self, field))
         for word in self.recipe:
             if holds_a_secret(word):
                 yield Problem(
@@ -149,6 +150,18 @@ def one_line(field: str, text: str) -> Iterator[Problem]:
         yield Problem(f"{option(field)} {text!r} holds control characters", "text of one line")
 
 
+def shown(field: str, text: str) -> Iterator[Problem]:
+    """A problem where a value is more than one line, or nothing for others to read."""
+    yield from one_line(field, text)
+    names = [name for name in _SET.findall(text) if names_a_secret(name)]
+    if names or holds_a_secret(text):
+        yield Problem(
+            f"{option(field)} looks as if it held a secret, and the file would show it",
+            allowed="what anyone may read",
+            fix="set it where the job is submitted, or by the cluster's own secrets",
+        )
+
+
 def a_word(field: str, text: str) -> Iterator[Problem]:
     """A problem where a value stands bare in a line that splits at blanks."""
     if not re.match(r"[\w.,:@%+=/\[\]*&|()-]*\Z", text, re.ASCII):
@@ -162,6 +175,14 @@ def name_of(text: str) -> str:
     stem = Path(text.rpartition(":")[2] or text).stem.lower()
     letters = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:40].strip("-")
     return letters if _NAME.match(letters) else f"run-{letters}".strip("-")[:40].strip("-")
+
+
+def prepared(setup: str, *start: str) -> list[str]:
+    """Lines of shell that start something once the setup has succeeded.
+
+    The setup has a line of its own: it may end in a comment, or hold `;` and `||`.
+    """
+    return [setup, 'test "$?" = 0 || exit 1', *start] if setup else [*start]
 
 
 def exports(variables: dict[str, str]) -> list[str]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from posixpath import normpath
 from typing import ClassVar, Literal
 
 from armillary.foundation.errors import EXIT_BAD_INPUT, EXIT_RUN_ME_AGAIN, Problem
-from armillary.launch.job import Job, one_line, option
+from armillary.launch.job import Job, one_line, option, prepared
 from armillary.launch.yaml import Plain, to_documents
 
 _GPU = "nvidia.com/gpu"
@@ -59,11 +60,12 @@ class Kubernetes(Job):
         """The run folder; by default on the first volume, as pods keep nothing."""
         if self.run or not self._mounts:
             return self.run
-        return f"{next(iter(self._mounts.values())).rstrip('/')}/runs/{self.name}"
+        return f"{self._mounts[0][1].rstrip('/')}/runs/{self.name}"
 
     @property
-    def _mounts(self) -> dict[str, str]:
-        return {claim: path for claim, _, path in (each.partition(":") for each in self.volumes)}
+    def _mounts(self) -> list[tuple[str, str]]:
+        """Claims, and where the pods see them."""
+        return [(claim, path) for claim, _, path in (each.partition(":") for each in self.volumes)]
 
     def problems(self) -> list[Problem]:
         """See `Job.problems`."""
@@ -74,7 +76,7 @@ class Kubernetes(Job):
             yield Problem(
                 f"--image {self.image!r}", "a container image", "--image REGISTRY/NAME:TAG"
             )
-        for claim, path in self._mounts.items():
+        for claim, path in self._mounts:
             if not _LABEL.match(claim) or not path.startswith("/"):
                 yield Problem(f"--volumes {claim}:{path}", "CLAIM:/PATH", "--volumes data:/data")
             yield from one_line("volumes", path)
@@ -83,8 +85,8 @@ class Kubernetes(Job):
         if self.cpus_per_node < 0:
             yield Problem(f"--cpus-per-node {self.cpus_per_node}", "0 or more")
         yield from self._names()
-        paths = [path.rstrip("/") + "/" for path in self._mounts.values()]
-        if not self.folder.startswith(tuple(paths)):
+        paths = [path.rstrip("/") + "/" for _, path in self._mounts]
+        if not normpath(self.folder).startswith(tuple(paths)):
             yield Problem(
                 f"--run {self.folder or '(none)'} is on no volume, and pods keep nothing",
                 allowed="a folder on a volume that all pods see",
@@ -185,7 +187,7 @@ class Kubernetes(Job):
     def _pod(self, container: dict[str, Plain]) -> Plain:
         volumes: list[Plain] = [
             {"name": f"volume-{index}", "persistentVolumeClaim": {"claimName": claim}}
-            for index, claim in enumerate(self._mounts)
+            for index, (claim, _) in enumerate(self._mounts)
         ]
         if self.shared_memory:
             memory: Plain = {"medium": "Memory", "sizeLimit": self.shared_memory}
@@ -201,7 +203,7 @@ class Kubernetes(Job):
     def _container(self, name: str) -> dict[str, Plain]:
         mounts: list[Plain] = [
             {"name": f"volume-{index}", "mountPath": path}
-            for index, path in enumerate(self._mounts.values())
+            for index, (_, path) in enumerate(self._mounts)
         ]
         if self.shared_memory:
             mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
@@ -221,8 +223,8 @@ class Kubernetes(Job):
         words += ["--node-rank", node_rank, "--meet", meeting]
         if not self.setup:
             return {"command": [words[0]], "args": [*words[1:]]}
-        first = self.setup.replace("$", "$$")
-        shell = ["bash", "-c", f'{first} && exec "$$@"', "armillary-node"]
+        script = "\n".join(prepared(self.setup, 'exec "$@"')).replace("$", "$$")
+        shell = ["bash", "-c", script, "armillary-node"]
         return {"command": [*shell], "args": [*words]}
 
     def _variables(self) -> list[Plain]:

@@ -174,6 +174,11 @@ class _Rank:
             self._ended_at = time.time()
         return code is not None and code not in (0, EXIT_RUN_ME_AGAIN) and not self.asked_to_end
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended because it was asked to."""
+        return self.process.poll() == EXIT_RUN_ME_AGAIN
+
     def send(self, number: int) -> None:
         """Passes on a signal, unless the process has ended."""
         if self.process.poll() is None:
@@ -228,7 +233,8 @@ class _Rank:
 def _wait(ranks: list[_Rank], grace_seconds: float) -> _Rank | None:
     """Waits for all ranks to end; tells why the first that failed did, and returns it."""
     first: _Rank | None = None
-    settled = deadline = float("inf")
+    settled = deadline = left = float("inf")
+    asked = False
     while any(each.process.poll() is None for each in ranks):
         now = time.monotonic()
         if settled == float("inf") and any(each.failed for each in ranks):
@@ -241,6 +247,12 @@ def _wait(ranks: list[_Rank], grace_seconds: float) -> _Rank | None:
         if now > deadline:
             for each in ranks:
                 each.kill()
+        if left == float("inf") and any(each.stopped for each in ranks):
+            left = now + grace_seconds
+        if now > left and not asked:  # it was asked by itself, and left before it met the others
+            asked = True
+            for each in ranks:
+                each.send(signal.SIGTERM)
         time.sleep(_POLL_SECONDS)
     return first or _first_failed(ranks)
 

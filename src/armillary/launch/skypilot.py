@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from armillary.foundation.errors import EXIT_RUN_ME_AGAIN, Problem
-from armillary.launch.job import Job, a_word, one_line, option
+from armillary.launch.job import Job, a_word, option, prepared, shown
 from armillary.launch.yaml import Plain, to_yaml
 
 _STORES = re.compile(r"(s3|gs|gcs|az|abfs)://[^\s@]+\Z")
@@ -53,7 +53,7 @@ class SkyPilot(Job):
         for field in ("accelerator", "infra"):
             yield from a_word(field, getattr(self, field))
         for field in ("image", "workdir", "install"):
-            yield from one_line(field, getattr(self, field))
+            yield from shown(field, getattr(self, field))
         if self.disk_size < 1:
             yield Problem(f"--disk-size {self.disk_size}", "1 or more", "--disk-size 512")
         if self.storage and not _STORES.match(self.storage):
@@ -106,4 +106,4 @@ class SkyPilot(Job):
         start = (
             f'exec {shlex.join(self.command())} --node-rank "$SKYPILOT_NODE_RANK" --meet "$meet"'
         )
-        return "\n".join([head, *([self.setup] if self.setup else []), start])
+        return "\n".join([head, *prepared(self.setup, start)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from armillary.foundation.errors import Problem
-from armillary.launch.job import Job, a_word, exports, one_line
+from armillary.launch.job import Job, a_word, exports, prepared, shown
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}\Z", re.ASCII)
 _LONGEST_WARNING = 65_535  # seconds, of --signal
@@ -61,6 +61,13 @@ class Slurm(Job):
     def _own_problems(self) -> Iterator[Problem]:
         if not _TIME.match(self.time):
             yield Problem(f"--time {self.time!r}", "minutes, H:M:S, D-H:M:S", "--time 24:00:00")
+        elif 0 < _seconds(self.time) <= self.signal_seconds:
+            yield Problem(
+                f"--time {self.time} is not above --signal-seconds {self.signal_seconds}: the run"
+                " would be stopped as soon as it begins, again and again",
+                allowed=f"above {self.signal_seconds} s",
+                fix="a longer --time, or fewer --signal-seconds",
+            )
         if not 1 <= self.signal_seconds <= _LONGEST_WARNING:
             yield Problem(
                 f"--signal-seconds {self.signal_seconds}",
@@ -73,9 +80,11 @@ class Slurm(Job):
         for field in ("partition", "account", "qos", "constraint", "log"):
             yield from a_word(field, getattr(self, field))
         for field in ("image", "mounts"):
-            yield from one_line(field, getattr(self, field))
+            yield from shown(field, getattr(self, field))
         for each in self.sbatch:
             yield from a_word("sbatch", each)
+            if not each[:1].isalpha():
+                yield Problem(f"--sbatch {each!r}", "NAME or NAME=VALUE, without dashes")
 
     def submission(self, file: str) -> list[str]:
         """See `Job.submission`."""
@@ -133,7 +142,20 @@ class Slurm(Job):
 
     def _start_node(self) -> str:
         start = 'exec "$@" --node-rank "$SLURM_NODEID" --meet "$MEET"'
-        return f"{self.setup} && {start}" if self.setup else start
+        return "\n".join(prepared(self.setup, start))
+
+
+def _seconds(time: str) -> int:
+    """A limit as Slurm reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; 0: none."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    hours, minutes, seconds = {
+        (True, 1): (*parts, 0, 0),
+        (True, 2): (*parts, 0),
+        (False, 1): (0, *parts, 0),
+        (False, 2): (0, *parts),
+    }.get((bool(dash), len(parts)), tuple(parts))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 _MEETING = 'export MEET="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{port}"'
@@ -141,10 +163,11 @@ _MEETING = 'export MEET="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head 
 _REST = """\
 
 asked=""
-pass_on() {
+step=""
+pass_on() { # as USR1 always: of TERM, srun would kill the ranks while they save
     asked=$1
     interrupted=1
-    kill -s "$1" "${step:-}" 2>/dev/null
+    [ -z "$step" ] || kill -s USR1 "$step" 2>/dev/null
 }
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
@@ -154,6 +177,7 @@ run_step() { # sets `code`
     srun "${srun_options[@]}" bash -c "$start_node" armillary-node "${command[@]}" &
     step=$!
     interrupted=1
+    [ -z "$asked" ] || pass_on "$asked" # it came before there was a step
     while [ "$interrupted" = 1 ]; do # a signal ends `wait`, not the step
         interrupted=""
         wait "$step"
@@ -162,7 +186,9 @@ run_step() { # sets `code`
 }
 
 put_back() {
-    if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
+    if [ "${asked:-USR1}" != USR1 ]; then # cancelled; a job that is preempted Slurm puts back
+        echo "stopped with its state saved, as Slurm asked" >&2
+    elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
         echo "stopped with its state saved; not put back after $max_requeues times" >&2
     else
         scontrol requeue "$SLURM_JOB_ID" && echo "stopped with its state saved; queued again" >&2

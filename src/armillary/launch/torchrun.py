@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from armillary.foundation.errors import Problem
-from armillary.launch.job import Job, a_word, exports
+from armillary.launch.job import Job, a_word, exports, prepared
 
 _FOR_NEWCOMERS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, a machine that joins waits for an address that nobody leaves it (torch 2.13)."""
@@ -58,9 +58,9 @@ class Torchrun(Job):
             "# torchrun ends with 1 also when the run was stopped with its state saved (75): ask",
             f"# armillary runs show {shlex.quote(self.folder)} --json",
             *exports(_FOR_NEWCOMERS | self.variables if self.min_nodes else self.variables),
-            *([self.setup] if self.setup else []),
+            *prepared(self.setup, f"exec {shlex.join(self._line(first))}"),
         ]
-        return "\n".join([*lines, f"exec {shlex.join(self._line(first))}"]) + "\n"
+        return "\n".join(lines) + "\n"
 
     def _line(self, first: str) -> list[str]:
         nodes = f"{self.min_nodes}:{self.nodes}" if self.min_nodes else str(self.nodes)

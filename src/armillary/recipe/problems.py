@@ -170,13 +170,6 @@ def _nowhere_to_go_back_to(recipe: Recipe) -> Iterator[Problem]:
             "checkpoints every so many steps, or another policy",
             "--checkpoint.every 100",
         )
-    if recipe.guard.policy.needs_checkpoints and not recipe.replicas.alone:
-        yield Problem(
-            "guard.policy goes back to checkpoints, and the groups of replicas.lighthouse would not"
-            " go back together",
-            "a policy that stops or skips",
-            "--guard.policy skip",
-        )
 
 
 def _secrets(recipe: Recipe) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -51,7 +52,8 @@ class RunClaim:
     def release(self) -> None:
         """Gives the folder back."""
         if self._lock.is_locked:
-            (self.folder / HOLDER_NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that failed; the lock ends all the same
+                (self.folder / HOLDER_NAME).unlink(missing_ok=True)
             self._lock.release()
 
     def __enter__(self) -> RunClaim:

@@ -10,6 +10,7 @@ whether there is news.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -256,9 +257,11 @@ def _gone(ranks: list[int], error: BaseException) -> RunError:
     names = ", ".join(map(str, ranks))
     who = f"rank {names} is gone" if len(ranks) == 1 else f"ranks {names} are gone"
     words = str(error).strip().splitlines() or [type(error).__name__]
+    # gloo says where in its source, and what it makes of it; the middle is what happened.
+    what = re.sub(r"^\[[^]]*:\d+\] ", "", words[0]).partition(". ")[0]
     return RunError(
         Problem(
-            f"{who}, so no step can be finished: {words[0]}",
+            f"{who}, so no step can be finished: {what}",
             fix="look into its log for the reason; the same command goes on from the newest"
             " checkpoint",
         )

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ STOP_SIGNALS = tuple(
 _SAME_PRESS_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 """How often a process that may leave by itself looks whether a peer was asked to stop."""
+_STDERR = 2
 _LOOK_AT_YOUR_WATCH = b"\0"  # to the listener; no signal has this number
 
 
@@ -177,7 +177,8 @@ class StopRequest:
             elif patience is not None and (name := self.signal_name) is not None:
                 waited += _LOOK_SECONDS
                 if waited >= patience and self._patience is not None:
-                    tell(str(Stopped(name)), every_rank_sees_it=True)
+                    with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+                        tell(str(Stopped(name)), every_rank_sees_it=True)
                     self._leave(EXIT_RUN_ME_AGAIN)
 
     def _hear(self, number: int) -> None:
@@ -192,8 +193,8 @@ class StopRequest:
         if self._interrupted_at is None:
             self._interrupted_at = now
         elif now - self._interrupted_at >= _SAME_PRESS_SECONDS:
-            # os.write: the main thread may be in the middle of a print.
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nleaving at once\n")
+            with contextlib.suppress(OSError):  # nobody may read it any more
+                os.write(_STDERR, b"\nleaving at once\n")  # the main thread may be in a print
             self._leave(EXIT_INTERRUPTED)
         self.interrupts += 1
 

@@ -31,6 +31,7 @@ from armillary.resilience.watchdog_conference import Conference
 from armillary.resilience.watchdog_config import Watchdog
 from armillary.resilience.watchdog_stacks import (
     all_stacks,
+    is_debugged,
     native_frames,
     place_of,
     threads_waited_for,
@@ -167,6 +168,8 @@ class Watch:
 
     def _quiet_seconds(self, thread: int) -> float:
         """How long a thread, and those of this process that it waits for, got nothing done."""
+        if is_debugged(thread):
+            return 0.0
         others = threads_waited_for(thread)
         if thread == self._main:  # whoever has no work of its own may well do that of the main one
             others += [other for other, mark in marks().items() if not mark.watched]
@@ -252,7 +255,7 @@ class Watch:
             "rank": self._roll_call.rank,
             "host": socket.gethostname(),
             "step": self.step,
-            "collectives": dict(self._recorder.counts()),
+            "collectives": dict(_within(self._config.grace_seconds, self._recorder.counts) or {}),
         }
         if thread is None or place is None:
             return Answer(**own, quiet_seconds=math.inf, waits_in=_NOT_IN_IT)

@@ -19,6 +19,7 @@ OWN_THREADS = ("watchdog", "signs-of-life", "signals")
 _FRAMES_TOLD = 3
 _IDLE = ("/threading.py", "/queue.py", "/selectors.py", "/concurrent/futures/")
 """Where a thread is that waits for another one of its own process, or for work."""
+_DEBUGGERS = ("/bdb.py", "/pydevd")
 _PASSED_THROUGH = ("torch/_ops.py", "torch/utils/_contextlib.py", "torch/_library/")
 """What stands between a call and the native code that it ends in."""
 _OF_RANKS = "torch/distributed/"
@@ -57,6 +58,12 @@ def place_of(thread: int) -> Place | None:
         waits_in=_waits_in(inner),
         opaque=any(frame.f_code.co_name == _BACKWARD for frame in inner[:1]),
     )
+
+
+def is_debugged(thread: int) -> bool:
+    """Whether somebody has halted it, with a debugger of Python, to look around in it."""
+    frame = sys._current_frames().get(thread)
+    return any(_in(each, _DEBUGGERS) for each in _inner_first(frame))
 
 
 def threads_waited_for(thread: int) -> list[int]:

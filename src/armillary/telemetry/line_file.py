@@ -49,7 +49,7 @@ class LineFile:
         self._of_first = 0
         """Bytes of the first waiting line that are in the file already."""
         self._descriptor: int | None = None
-        self.cut = self._open()
+        self.cut = self._open(os.O_CREAT)
         """Bytes of the incomplete last line that was cut."""
 
     def append(self, line: bytes, *, detail: bool = False) -> bool:
@@ -94,9 +94,10 @@ class LineFile:
             return False
         return True
 
-    def _open(self) -> int:
+    def _open(self, create: int = 0) -> int:
+        """Later on the file is there, unless its disk is not: no other is begun in its place."""
         cut = cut_torn_tail(self.path)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | create, 0o644)
         self._of_first = 0  # what was there of a line has just been cut
         return cut
 

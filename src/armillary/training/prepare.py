@@ -95,7 +95,8 @@ class Preparation:
 
     def _require_room(self, *, goes_on: bool) -> None:
         there = len(step_names(self._store.place)) if goes_on else 0
-        copies = copies_needed(self._recipe.checkpoint, there)
+        steps = self._recipe.budget.total_steps
+        copies = copies_needed(self._recipe.checkpoint, there, steps)
         size = BYTES_PER_PARAMETER * self._recipe.model.parameter_count()
         require_room(self._store.place, size * copies)
 

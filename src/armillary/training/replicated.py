@@ -28,13 +28,19 @@ from armillary.training.state import Position
 from armillary.training.step_shape import WHOLE, Share
 
 
-def company_of(assembly: Assembly, stop: AgreedStop, log: EventLog) -> Company:
-    """What the recipe asks for; all ranks call it together."""
+def company_of(
+    assembly: Assembly, stop: AgreedStop, log: EventLog, before_change: Callable[[], None]
+) -> Company:
+    """What the recipe asks for; all ranks call it together.
+
+    Args:
+        before_change: called before the state of a peer is taken over; see `Steps`.
+    """
     replicas = assembly.recipe.replicas
     if replicas.alone:
         return Alone(stop)
     kind = Rounds if replicas.mode.round_steps else EveryStep
-    return kind(assembly, stop, log)
+    return kind(assembly, stop, log, before_change)
 
 
 class _Groups:
@@ -42,9 +48,15 @@ class _Groups:
 
     most_in_flight: int | None = 0
 
-    def __init__(self, assembly: Assembly, stop: AgreedStop, log: EventLog) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        stop: AgreedStop,
+        log: EventLog,
+        before_change: Callable[[], None],
+    ) -> None:
         self._assembly, self._stop = assembly, stop
-        self._meeting = Meeting(assembly, stop, log, facts=self._facts)
+        self._meeting = Meeting(assembly, stop, log, before_change, facts=self._facts)
         self._dealt = WHOLE
         self._has_met = False
         self._moved = False  # to another group's state
@@ -81,8 +93,14 @@ class _Groups:
 class EveryStep(_Groups):
     """Gradients are summed in each step; see the top of this file."""
 
-    def __init__(self, assembly: Assembly, stop: AgreedStop, log: EventLog) -> None:
-        super().__init__(assembly, stop, log)
+    def __init__(
+        self,
+        assembly: Assembly,
+        stop: AgreedStop,
+        log: EventLog,
+        before_change: Callable[[], None],
+    ) -> None:
+        super().__init__(assembly, stop, log, before_change)
         self._position = Position()
 
     def _meet(self, position: Position) -> None:
@@ -124,8 +142,14 @@ class EveryStep(_Groups):
 class Rounds(_Groups):
     """Each group trains by itself, and after `every` steps the weights are brought together."""
 
-    def __init__(self, assembly: Assembly, stop: AgreedStop, log: EventLog) -> None:
-        super().__init__(assembly, stop, log)
+    def __init__(
+        self,
+        assembly: Assembly,
+        stop: AgreedStop,
+        log: EventLog,
+        before_change: Callable[[], None],
+    ) -> None:
+        super().__init__(assembly, stop, log, before_change)
         self._due = False
         self._tokens_before = 0  # the run's, when the round began
 
@@ -168,10 +192,15 @@ class Rounds(_Groups):
     def _end_round(self, position: Position, weight: int) -> str | None:
         """The outer step of all groups; what went wrong, and then nothing has changed."""
         link, outer = self._meeting.link, self._assembly.outer
-        own = (position.tokens_total - self._tokens_before) * weight
-        result, why = self._meeting.attempt(
-            lambda: (outer.mean(link, weight), sum_numbers(link, (own,)))
-        )
+        own = position.tokens_total - self._tokens_before
+
+        def exchange() -> tuple[list[Tensor], tuple[int, ...]]:
+            (there,) = sum_numbers(link, (weight,))
+            # Where none is left that took part, one that has its state stands for it.
+            counts = weight if there else int(self._meeting.share.rank == 0)
+            return outer.mean(link, counts), sum_numbers(link, (own * counts,))
+
+        result, why = self._meeting.attempt(exchange)
         if why is not None:
             return why
         assert result is not None

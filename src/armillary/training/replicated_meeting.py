@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from armillary.checkpoint import rng
+from armillary.checkpoint.ranks import Failure
 from armillary.checkpoint.state import State, fill_training, gather_state
 from armillary.checkpoint.tensors import flatten
 from armillary.foundation.errors import Problem, RunError
@@ -39,6 +40,8 @@ _ASK_SECONDS = 10.0
 """After which a wait for others looks up, whether this group was asked to stop."""
 _PAUSE_SECONDS = 0.3
 """Between attempts where nobody is found at once."""
+_CROWDED_LOOKS = 60
+"""At too many groups in a row, each after a pause: one that was just killed may count as there."""
 
 T = TypeVar("T")
 
@@ -50,6 +53,7 @@ class Meeting:
         assembly: what is trained.
         stop: of this group.
         log: told who is there, and what broke off.
+        before_change: called before the state of a peer is taken over: a save may still read it.
         facts: what a group that is behind is told beside the position.
     """
 
@@ -58,19 +62,22 @@ class Meeting:
         assembly: Assembly,
         stop: AgreedStop,
         log: EventLog,
+        before_change: Callable[[], None],
         *,
         facts: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.share = WHOLE
         """Of the groups that met last."""
         self._assembly, self._stop, self._log, self._facts = assembly, stop, log, facts
-        self._ranks = stop.ranks
+        self._ranks, self._before_change = stop.ranks, before_change
         self._replicas: Replicas = assembly.recipe.replicas
         self._identity = _identity(assembly)
         self.link = Link(self._replicas.host, self._replicas.timeout_seconds)
         self._member: Member | None = None
         self._names: tuple[str, ...] = ()
         self._failures = 0
+        self._crowded = 0
+        self._why = ""  # what kept this group from meeting the others
 
     def close(self) -> None:
         """Leaves the others."""
@@ -99,14 +106,14 @@ class Meeting:
         while True:
             mark("meeting the other groups")  # how long that may take is decided here
             asked = time.monotonic()
-            quorum = self._ask(2 * position.step + (not due), deadline)
+            quorum = self._ask(2 * position.step + (not due), late=asked > deadline)
             if quorum is None or not self._fits(quorum):
                 # At once after a long wait: to the lighthouse this group is still there.
                 time.sleep(max(0.0, asked + _PAUSE_SECONDS - time.monotonic()))
                 continue
             facts, why = self._join(quorum, position)
             if why is None:
-                self._failures = 0
+                self._failures, self._why = 0, ""
                 self._note(quorum, position)
                 return facts
             self.break_off(why, position)
@@ -125,6 +132,7 @@ class Meeting:
         """After an exchange that failed: peers that wait shall see it, and new links be made."""
         self.link.close()
         self._failures += 1
+        self._why = why
         self._log.warn(
             f"an exchange with other groups broke off in step {position.step + 1}: {why}",
             where="replicas",
@@ -134,25 +142,28 @@ class Meeting:
 
     # Who is there.
 
-    def _ask(self, progress: int, deadline: float) -> Quorum | None:
-        """A quorum, or None where none was found in a while."""
-        quorum, why = None, ""
+    def _ask(self, progress: int, *, late: bool) -> Quorum | None:
+        """A quorum, the same for all ranks, or None where none was found in a while."""
+        quorum, groups = None, self._replicas.groups
         try:
             quorum = self._joined().meet(progress, failures=self._failures, seconds=_ASK_SECONDS)
-        except (TimeoutError, RuntimeError) as error:
-            why = str(error).splitlines()[0]
-        late = quorum is None and time.monotonic() > deadline
-        missing, over = self._stop.sums((int(quorum is None), int(late)))
+        except (TimeoutError, RuntimeError, Failure) as error:
+            self._why = str(error).partition("\n")[0]
+        # A group heals from one peer: peers in mid-round hold different weights.
+        tells = quorum is not None and self._ranks.rank == 0
+        whose = quorum.whose_state(groups) if quorum and tells else [0] * (groups + 1)
+        missing, over, *whose = self._stop.sums((int(quorum is None), int(late), *whose))
         if over:
             with seen_by_every_rank():
                 raise RunError(
                     Problem(
-                        f"no group was met at the lighthouse {self._replicas.lighthouse}: {why}",
+                        f"no group was met at the lighthouse {self._replicas.lighthouse}:"
+                        f" {self._why}",
                         allowed=f"an answer within {self._replicas.meeting_seconds:g} s",
                         fix="armillary lighthouse, and the same command again: it goes on",
                     )
                 )
-        return None if missing else quorum
+        return None if missing or quorum is None else quorum.healed_as(whose)
 
     def _joined(self) -> Member:
         if self._member is None:
@@ -172,8 +183,11 @@ class Meeting:
         known = map(parts_of, quorum.names)
         strangers = [number for number, identity in known if identity != self._identity]
         if not strangers and quorum.size <= self._replicas.groups:
+            self._crowded = 0
             return True
-        if not self._names:
+        self._crowded += 1
+        may_pass = not strangers and self._crowded < _CROWDED_LOOKS
+        if not (self._names or may_pass):
             what = f"{quorum.size} groups are at this lighthouse"
             if strangers:
                 what = f"group {strangers[0]} at this lighthouse trains something else"
@@ -236,9 +250,10 @@ class Meeting:
         def fill(state: State) -> None:
             receive_tensors(self.link, origin, announced, self._local(state))
 
-        names, from_nothing = announced.tensors, 0  # what is not announced is not there
-        optimizers = self._assembly.optimizers.optimizers
-        fill_training(self._assembly.model, optimizers, names, from_nothing, fill)
+        model, optimizers = self._assembly.model, self._assembly.optimizers.optimizers
+        self._before_change()
+        # What is not announced is not there.
+        fill_training(model, optimizers, announced.tensors, fill, never_updated=True)
         facts = announced.facts
         position.become(
             Position.from_scalars(

@@ -59,7 +59,7 @@ class Session:
         self._speed = Speed.of(assembly)
         self._timer = StepTimer(assembly.mesh.device)
         self._scores: dict[str, float] = {}
-        self._company = company_of(assembly, stop, log)
+        self._company = company_of(assembly, stop, log, store.wait_until_staged)
         self._begin_at(beginning)
         self._recovery = Recovery(
             assembly=assembly,
@@ -151,19 +151,24 @@ class Session:
             self._look_if_due()  # a stop may have cut it short
             self._timer.restart()
             while steps.begun < until:
-                self._company.begin_step(steps.noted)
+                self._company.begin_step(self._staged_position)
                 with self._timer.phase("data"):
                     mine = next(inputs)
                 with self._said_if_compiling():
                     self._take(mine)
                 save, look = self._is_save_due(steps.begun), self._is_look_due(steps.begun)
                 self._read(leave=0 if save or look or steps.begun == until else steps.lag)
-                self._company.end_step(steps.noted)
+                self._company.end_step(self._staged_position)
                 if look:
                     self._look_if_due()
                 if save:
                     with self._timer.phase("checkpoint"):
                         self.save(final=steps.begun == until)
+
+    def _staged_position(self) -> Position:
+        """For others who may change the weights: where the run stands, and no copy is to be made."""
+        self._store.wait_until_staged()
+        return self._steps.noted()
 
     def _save_where_it_stands(self) -> None:
         """Before leaving on request."""

@@ -66,7 +66,8 @@ def train(
         RunError: the run failed.
     """
     with seen_by_every_rank():
-        if found := problems(recipe, process.world_size(), data=not checked):
+        found = problems(recipe, process.world_size(), data=not checked)
+        if found:
             raise UserError(found)
     tune_host_allocator()
     with seen_by_every_rank():
@@ -155,7 +156,8 @@ class _Run:
                 return EXIT_FINISHED
             with self._telling.logging(console) as log:
                 try:
-                    # What the store has to tell comes before the end.
+                    # What the store has to tell comes before the end; who is lost is found out
+                    # before that, or it would wait for them.
                     with store, self._roll_call.naming_the_lost():
                         ending = self._train(prepared, store, log, console)
                 except Stopped as stopped:

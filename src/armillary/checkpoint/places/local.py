@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from armillary.checkpoint.places.place import (
     ASIDE,
@@ -26,7 +27,7 @@ from armillary.checkpoint.places.place import (
     inside,
     unique,
 )
-from armillary.foundation.files import sync_folder
+from armillary.foundation.files import make_folder, sync_folder
 from armillary.foundation.progress import mark
 
 _TEMPORARY = ".tmp-"
@@ -73,7 +74,7 @@ class LocalPlace:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
         """See `Place.write`."""
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{unique()}.tmp")
         digest = hashlib.sha256()
         size = 0
@@ -96,13 +97,13 @@ class LocalPlace:
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """See `Place.read`."""
         mark()
-        with self._path(name).open("rb") as file:
+        with self._open(name) as file:
             file.seek(start)
             return file.read() if length is None else file.read(length)
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """See `Place.chunks`."""
-        with self._path(name).open("rb") as file:
+        with self._open(name) as file:
             while chunk := file.read(CHUNK_BYTES):
                 mark()
                 yield chunk
@@ -133,7 +134,7 @@ class LocalPlace:
     def begin(self, final: str) -> Draft:
         """See `Place.begin`."""
         folder = f"{_TEMPORARY}{final}-{unique()}"
-        self.local.mkdir(parents=True, exist_ok=True)
+        make_folder(self.local)
         self._require_same_disk()
         self._path(folder).mkdir()
         return Draft(final=final, folder=folder)
@@ -193,6 +194,20 @@ class LocalPlace:
             words = f"{self._published} is gone, and the disk with it: is it still mounted?"
             raise OSError(errno.ENODEV, words, str(self.local))
         self._device = device
+
+    def _open(self, name: str) -> BinaryIO:
+        """A regular file, to read: a link might lead outside, and a pipe would never end."""
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return os.fdopen(descriptor, "rb")
+            os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
     def _path(self, name: str) -> Path:
         return self.local / inside(name)

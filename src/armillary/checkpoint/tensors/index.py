@@ -138,6 +138,8 @@ def parse_index(data: bytes, files: Mapping[str, int]) -> dict[str, Stored]:
         raise Unverified(f"{INDEX_NAME} is unreadable ({error})") from None
     if not isinstance(plain, dict):
         raise Unverified(f"{INDEX_NAME} is not an index of tensors")
+    if not all(name.isprintable() for name in plain):  # it is going to be shown
+        raise Unverified(f"{INDEX_NAME} has a name that is none")
     return {name: _stored(name, entry, files) for name, entry in plain.items()}
 
 
@@ -156,9 +158,30 @@ def _stored(name: str, entry: Any, files: Mapping[str, int]) -> Stored:
     pieces = tuple(_piece(each, shape, dtype, files, where) for each in entry["pieces"])
     if len({piece.offset for piece in pieces}) != len(pieces):
         raise Unverified(f"{where} has a piece twice")
-    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+    if not _are_whole(pieces, shape):
         raise Unverified(f"{where} is not all there")
     return Stored(shape, dtype, pieces)
+
+
+def _are_whole(pieces: Sequence[StoredPiece], whole: Shape) -> bool:
+    """Whether pieces of different offsets cover a tensor, without gaps or overlaps.
+
+    A mesh cuts each dim by itself: the pieces are all combinations of what the dims are cut into.
+    """
+    if math.prod(whole) == 0:
+        return not pieces
+    combinations = 1
+    for dim, size in enumerate(whole):
+        end = 0
+        parts = sorted({(piece.offset[dim], piece.shape[dim]) for piece in pieces})
+        for start, length in parts:
+            if start != end:
+                return False
+            end += length
+        if end != size:
+            return False
+        combinations *= len(parts)
+    return len(pieces) == combinations
 
 
 def _piece(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,11 @@ _CONNECT = timedelta(seconds=10)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quorum:
-    """Who takes part, as one group sees it. All of its ranks see the same, but for the store."""
+    """Who takes part, as one rank of a group sees it.
+
+    Its other ranks see the same but for the store, and for who sends its state to whom: torchft has
+    ranks of one group heal from different peers.
+    """
 
     number: int
     """Rises when the members change, or one of them asks for new links."""
@@ -33,11 +37,22 @@ class Quorum:
     heals_from: int | None
     """The place of a group that is ahead of this one and sends its state; None: not needed."""
     heals: tuple[int, ...]
-    """Places of the groups that this rank sends its state to."""
+    """Places of the groups that this one sends its state to."""
     store: str
     """HOST:PORT of the store where ranks of this number meet."""
     names: tuple[str, ...]
     """Of the groups, in order of place; see `group_name`."""
+
+    def whose_state(self, places: int) -> list[int]:
+        """Who sends its state to whom, as so many numbers of which `healed_as` is made."""
+        origin = 0 if self.heals_from is None else self.heals_from + 1
+        return [origin, *(int(place in self.heals) for place in range(places))]
+
+    def healed_as(self, whose: Sequence[int]) -> Quorum:
+        """The same with senders that another rank of the group was told of."""
+        origin, *sent = whose
+        heals = tuple(place for place, told in enumerate(sent) if told)
+        return replace(self, heals_from=origin - 1 if origin else None, heals=heals)
 
 
 def group_name(group: int, identity: str) -> str:
@@ -97,6 +112,9 @@ class Member:
         rank: of this process in its group.
         size: ranks of the group.
         from_main: gives every rank what rank 0 made of it; called by all ranks together.
+
+    Raises:
+        what `from_main` makes of a RuntimeError: there is no lighthouse.
     """
 
     def __init__(
@@ -129,7 +147,8 @@ class Member:
             )
             return str(self._server.address())
 
-        self._client = coordination.ManagerClient(from_main(serve), connect_timeout=_CONNECT)
+        self._address = from_main(serve)
+        self._client: Any = None
 
     def meet(self, progress: int, *, failures: int, seconds: float) -> Quorum:
         """Waits for the groups that are there; every rank of the group calls it.
@@ -142,6 +161,9 @@ class Member:
         Raises:
             TimeoutError, RuntimeError: no quorum in that time, or no lighthouse.
         """
+        if self._client is None:  # here, as one rank may have to try again by itself
+            client = _coordination().ManagerClient
+            self._client = client(self._address, connect_timeout=_CONNECT)
         found = self._client._quorum(
             group_rank=self._rank,
             step=progress,

@@ -9,7 +9,6 @@ Everything that fails here, because a peer is gone or silent, is a `LinkBroken`.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -133,7 +132,7 @@ def _broken() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # what gloo and the store raise
-        raise LinkBroken(str(error).splitlines()[0]) from error
+        raise LinkBroken(str(error).partition("\n")[0]) from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -155,4 +154,4 @@ def _bytes_of(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.numel() == 0:
         return
     raw = tensor.view(-1).view(torch.uint8)
-    yield from torch.split(raw, math.ceil(_BUCKET_BYTES))
+    yield from torch.split(raw, _BUCKET_BYTES)
