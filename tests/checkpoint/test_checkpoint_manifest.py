@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.checkpoint.code_version import _commit, code_version
+from armillary.checkpoint.load import load_rest
 from armillary.checkpoint.manifest import (
     Unverified,
     compose,
@@ -24,6 +25,7 @@ from armillary.checkpoint.manifest import (
 )
 from armillary.checkpoint.places.local import LocalPlace
 from armillary.checkpoint.places.place import Written
+from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.retention import PINS_FILE, read_pins
 from armillary.checkpoint.store import CheckpointStore
 from armillary.checkpoint.verify import verify
@@ -78,6 +80,8 @@ def test_a_name_that_leads_out_or_is_none_of_ours_is_refused(name: str) -> None:
         {"recipe_sha256": 3},
         {"scores": {"validation": "1"}},
         {"scores": [1]},
+        {"scores": {"\x1b[2J": 1.0}},
+        {"created": "\ud800"},
         {"kind": "other"},
         {"kind": []},
         {"versions": None},
@@ -157,6 +161,21 @@ def test_links_in_a_checkpoint_are_not_followed(tmp_path: Path) -> None:
     state.symlink_to(tmp_path / "outside.json")
     with pytest.raises(Unverified, match=r"state.json is missing, or not a regular file"):
         verify(LocalPlace(tmp_path / "c"), "step-00000010")
+    with CheckpointStore(tmp_path / "c") as store:
+        save(store, 20)
+    manifest = tmp_path / "c" / "step-00000020" / "manifest.json"
+    manifest.rename(tmp_path / "outside.json")
+    manifest.symlink_to(tmp_path / "outside.json")
+    with pytest.raises(Unverified, match=r"manifest.json is unreadable \(not a regular file\)"):
+        verify(LocalPlace(tmp_path / "c"), "step-00000020")
+
+
+def test_a_manifest_of_another_step_is_named(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        save(store, 10)
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000020")
+    with pytest.raises(Unverified, match=r"manifest.json is of step 10"):
+        verify(LocalPlace(tmp_path), "step-00000020")
 
 
 def test_a_checkpoint_without_scalars_or_with_odd_ones_is_an_error_in_words(
@@ -169,7 +188,7 @@ def test_a_checkpoint_without_scalars_or_with_odd_ones_is_an_error_in_words(
         for text in ("[]", "{" * 3000, '{"a": NaN}'):
             (tmp_path / "step-00000010" / "state.json").write_text(text)
             with pytest.raises(RunError, match="cannot read checkpoint"):
-                store.read_rest(found)
+                load_rest(found, Ranks())
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from armillary.checkpoint.places.local import LocalPlace
 from armillary.checkpoint.places.open import open_place
 from armillary.checkpoint.places.place import Place
+from armillary.foundation import files
 from armillary.foundation.errors import UserError
 from object_store import ObjectStore
 
@@ -144,6 +147,48 @@ def test_links_in_a_folder_are_no_files_of_a_checkpoint(tmp_path: Path) -> None:
     assert (outside / "secret").read_text() == "not ours"
 
 
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path / "checkpoints")
+    place.write("file", [b"ours"])
+    (tmp_path / "outside").write_text("not ours")
+    (place.local / "link").symlink_to(tmp_path / "outside")
+    (place.local / "loop").symlink_to("loop")
+    (place.local / "folder").mkdir()
+    os.mkfifo(place.local / "pipe")  # who opens it waits for a writer
+    for name in ("link", "loop", "folder", "pipe"):
+        with pytest.raises(OSError, match="not a regular file"):
+            place.read(name)
+        with pytest.raises(OSError, match="not a regular file"):
+            list(place.chunks(name))
+    assert place.read("file") == b"ours"
+
+
+def test_folders_are_made_durably_from_the_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_folder", synced.append)
+    files.make_folder(tmp_path / "a" / "b")
+    files.make_folder(tmp_path / "a" / "b")
+    assert synced == [tmp_path, tmp_path / "a"]
+
+
+def test_a_file_system_that_cannot_sync_folders_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> None:
+        def refuse(descriptor: int) -> None:
+            raise OSError(number, "refused")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+
+    fail(errno.EINVAL)
+    files.sync_folder(tmp_path)
+    fail(errno.EIO)
+    with pytest.raises(OSError, match="refused"):
+        files.sync_folder(tmp_path)
+
+
 def test_what_a_dead_writer_moved_aside_is_put_back(tmp_path: Path) -> None:
     place = LocalPlace(tmp_path)
     publish(place, b"whole")
@@ -162,6 +207,8 @@ def test_what_a_dead_writer_moved_aside_is_put_back(tmp_path: Path) -> None:
         ("s3:///run", "not a folder of a bucket"),
         ("s3://bucket/run?versionId=1", "not a folder of a bucket"),
         ("s3://bucket/../run", "not a folder of a bucket"),
+        ("s3://bucket/run*", "not a folder of a bucket"),
+        ("s3://bu[cket/run", "not a folder of a bucket"),
     ],
 )
 def test_an_address_is_refused_in_words_and_no_secret_is_repeated(address: str, words: str) -> None:

@@ -98,6 +98,27 @@ def only(method: str, trouble: Trouble, *, skip: int = 0) -> Trouble:
     return some
 
 
+def test_a_manifest_that_is_there_counts_though_its_answer_was_lost(
+    server: ObjectStore, place: RemotePlace
+) -> None:
+    def lose_the_answer(request: Environ) -> int | None:
+        if request["REQUEST_METHOD"] == "PUT" and request["PATH_INFO"].endswith("manifest.json"):
+            list(server._app(request, lambda *_: lambda data: None))
+            request["CONTENT_LENGTH"] = "0"  # the body has been read
+            return 503
+        return None
+
+    place.retry_seconds = 0.1
+    publish(place, b"older")
+    server.trouble = lose_the_answer
+    publish(place, b"newer")
+    assert content(place) == b"newer"
+    server.trouble = lambda request: 503 if request["REQUEST_METHOD"] == "PUT" else None
+    with pytest.raises(OSError):
+        publish(place, b"newest")
+    assert content(place) == b"newer"
+
+
 def test_what_is_not_allowed_is_said_at_once(server: ObjectStore, place: RemotePlace) -> None:
     server.trouble = object_store.fail_with(403, 1 << 60)
     with pytest.raises(PermissionError):

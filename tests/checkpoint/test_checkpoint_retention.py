@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,35 @@ def test_the_best_by_a_score_stay_and_those_without_a_score_do_not_count(tmp_pat
         assert steps_in(tmp_path) == [6, 7]
 
 
+def test_a_best_one_that_cannot_be_read_for_now_stays_and_a_damaged_one_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Checkpoint(keep_last=1, keep_best=1)
+    with CheckpointStore(tmp_path, config) as store:
+        save(store, 1, scores={"validation": 1.0})
+        save(store, 2, scores={"validation": 2.0})
+    with CheckpointStore(tmp_path, config) as store:  # another process: it has proven nothing yet
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalPlace, "chunks", unreadable)
+            save(store, 3)
+        assert steps_in(tmp_path) == [1, 2, 3]  # either may be the best that is whole
+        save(store, 4)
+        assert steps_in(tmp_path) == [1, 4]
+    flip_bit(tensors_file(tmp_path / "step-00000004"), 5)
+    shelf = Shelf(LocalPlace(tmp_path), Checkpoint(keep_last=1, keep_best=1))
+    assert shelf.thin(4) == []
+    monkeypatch.setattr(LocalPlace, "chunks", read_again)
+    assert shelf.thin(4) == []
+
+
+def unreadable(self: LocalPlace, name: str) -> Iterator[bytes]:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def read_again(self: LocalPlace, name: str) -> Iterator[bytes]:
+    raise AssertionError(f"{name} has not changed since it was read")
+
+
 def test_pinned_ones_stay_until_they_are_no_longer_pinned(tmp_path: Path) -> None:
     log = Log()
     with CheckpointStore(tmp_path, Checkpoint(keep_last=1), log) as store:
@@ -98,10 +129,13 @@ def test_wrong_values_are_all_named_with_what_is_right() -> None:
 
 
 def test_room_is_asked_for_what_stays_and_what_is_being_written(tmp_path: Path) -> None:
-    assert copies_needed(Checkpoint(keep_last=2), there=0) == 3
-    assert copies_needed(Checkpoint(keep_last=2), there=5) == 1
+    often = Checkpoint(every=1, keep_last=2)
+    assert copies_needed(often, there=0, total_steps=100) == 3
+    assert copies_needed(often, there=5, total_steps=100) == 1
+    assert copies_needed(Checkpoint(keep_last=2), there=0, total_steps=100) == 1  # only the end
+    assert copies_needed(Checkpoint(every=60, keep_last=5), there=0, total_steps=100) == 2
     wide = Checkpoint(keep_last=2, keep_best=3, ephemeral_every=1, keep_every=10)
-    assert copies_needed(wide, there=0) == 8
+    assert copies_needed(wide, there=0, total_steps=100) == 8
     place = LocalPlace(tmp_path / "new")
     require_room(place, 1)
     assert place.names() == []  # the trial is gone

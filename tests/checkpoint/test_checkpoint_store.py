@@ -214,6 +214,7 @@ def test_a_step_can_be_saved_again_and_branches_can_be_set_aside(folder: Path) -
         save(store, 20)
         assert loaded_step(store) == 20
         (aside,) = store.set_aside_after(10)
+        assert store.durable_step == 10
         assert Path(aside).name.startswith("set-aside-step-00000020-")
         verify(LocalPlace(folder), Path(aside).name)
         assert loaded_step(store) == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def listeners(port: int) -> list[str]:
     """Addresses on which something listens at this port, as /proc writes them."""
     found = []
     for name in ("tcp", "tcp6"):
-        with open(f"/proc/net/{name}") as table:
+        with Path(f"/proc/net/{name}").open() as table:
             for line in list(table)[1:]:
                 address, state = line.split()[1], line.split()[3]
                 if state == LISTENING and int(address.rpartition(":")[2], 16) == port:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -285,25 +287,36 @@ def test_all_ranks_of_a_group_heal_from_the_peer_that_rank_0_was_told_of() -> No
                 seen[group, 0].heals,
             )
     finally:
-        for each in (*members.values(), lighthouse):
+        for each in members.values():
             each.close()
+        lighthouse.close()
 
 
+@contextlib.contextmanager
+def lighthouse_at(listen: str) -> Iterator[str]:
+    """One in a process of its own, which can die; where it listens."""
+    command = [sys.executable, "-m", "armillary", "lighthouse", "--listen", listen]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield process.stderr.readline().split()[-1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.full
 @needs_torchft
 def test_members_go_on_with_a_lighthouse_that_came_back() -> None:
-    lighthouse = Lighthouse(f"{HOST}:0", least=1, join_seconds=5, silent_seconds=1)
-    port = lighthouse.port
-    one = member(lighthouse, 0)
-    try:
+    with lighthouse_at(f"{HOST}:0") as address:
+        one = Member(
+            group_name(0, "same"), lighthouse=address, host=HOST, rank=0, size=1, from_main=only
+        )
         one.meet(1, failures=0, seconds=20)
-        lighthouse.close()
-        with pytest.raises((RuntimeError, TimeoutError)):
-            one.meet(3, failures=0, seconds=1)
-        lighthouse = Lighthouse(f"{HOST}:{port}", least=1, join_seconds=5, silent_seconds=1)
+    with pytest.raises((RuntimeError, TimeoutError)):
+        one.meet(3, failures=0, seconds=1)
+    with lighthouse_at(address):
         assert one.meet(3, failures=0, seconds=20).size == 1
-    finally:
-        one.close()
-        lighthouse.close()
+    one.close()
 
 
 def listening() -> list[str]:

@@ -29,6 +29,8 @@ from tiny_runs import events_of, steps_of, write_corpus
 RANKS = 2
 """Of each group."""
 GROUPS = 2
+ALONE = -1
+"""In the place of a group's number: the run without groups."""
 SILENT_SECONDS = "1"
 """After which the lighthouse counts a group as gone."""
 
@@ -121,6 +123,13 @@ class Groups:
             argv, self.nproc, cwd=self.folder, output=self.folder / f"group-{group}.txt"
         )
 
+    def start_alone(self) -> None:
+        """Starts the same run by one process that nobody kills; mostly it sleeps, as they do."""
+        argv = ["train", "slow.py:slow", "--run", self.run(ALONE).name]
+        self.running[ALONE] = self.zygote.start_ranks(
+            argv, 1, cwd=self.folder, output=self.folder / "alone.txt"
+        )
+
     def kill(self, group: int) -> None:
         """Ends all ranks of a group at once."""
         for process in self.running.pop(group):
@@ -128,7 +137,7 @@ class Groups:
 
     def wait(self, group: int) -> list[int]:
         """Exit codes of its ranks, once all have ended."""
-        return [process.wait(180) for process in self.running.pop(group)]
+        return [process.wait(600) for process in self.running.pop(group)]
 
     def run(self, group: int) -> Path:
         """The run folder of a group."""
@@ -186,6 +195,7 @@ def trial(
     with Groups(zygote, folder, options) as groups:
         for group in range(GROUPS):
             groups.start(group)
+        groups.start_alone()
         both = ", ".join(map(str, range(GROUPS)))
         losses = []
         for number in range(kills):
@@ -197,7 +207,8 @@ def trial(
             losses.append(_lose(groups, victim, draw.uniform(0.0, 0.6), both))
         codes = [code for group in range(GROUPS) for code in groups.wait(group)]
         assert codes == [0] * (GROUPS * RANKS), codes
-        return _outcome(groups, zygote, tuple(losses), steps, kills)
+        assert groups.wait(ALONE) == [0]
+        return _outcome(groups, tuple(losses), steps, kills)
 
 
 def _lose(groups: Groups, victim: int, delay: float, both: str) -> Loss:
@@ -227,16 +238,8 @@ def _broken_off(groups: Groups, group: int) -> list[int]:
     return [event["step"] + 1 for event in warnings if event["where"] == "replicas"]
 
 
-def _outcome(
-    groups: Groups, zygote: Zygote, losses: tuple[Loss, ...], steps: int, kills: int
-) -> Outcome:
-    alone = zygote.start(
-        ["train", "slow.py:slow", "--run", "alone"],
-        cwd=groups.folder,
-        output=groups.folder / "alone.txt",
-    )
-    assert alone.wait(600) == 0, alone.output()
-    expected = {event["step"]: event for event in steps_of(groups.folder / "alone")}
+def _outcome(groups: Groups, losses: tuple[Loss, ...], steps: int, kills: int) -> Outcome:
+    expected = {event["step"]: event for event in steps_of(groups.run(ALONE))}
     logs = [steps_of(groups.run(group)) for group in range(GROUPS)]
     seen = [event for log in logs for event in log]
     deviations = {

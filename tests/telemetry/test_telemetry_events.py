@@ -175,7 +175,10 @@ def test_a_mount_that_comes_back_is_opened_anew(tmp_path):
     log.emit("message", 1, message="before")
     path.parent.rename(tmp_path / "away")
     os.close(log._file._descriptor)  # what a lost mount makes of it
+    path.parent.mkdir()  # the empty mount point
     log.emit("message", 2, message="meanwhile")
+    assert not path.exists(), "another log would be hidden once the disk is back"
+    path.parent.rmdir()
     (tmp_path / "away").rename(path.parent)
     log.emit("message", 3, message="after")
     log.close()

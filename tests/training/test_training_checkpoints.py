@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,14 @@ from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.places.local import LocalPlace
 from armillary.checkpoint.places.place import Draft
 from armillary.checkpoint.retention import shelved_in
+from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import UserError
 from armillary.inference.load import find_saved
 from armillary.recipe.recipe import Recipe
 from armillary.resilience.claim import claim_checkpoints
+from armillary.training import session
+from armillary.training.company import Alone
+from armillary.training.state import Position
 from armillary.training.train import train
 from tiny_runs import events_of, steps_of, tiny_recipe, write_corpus
 
@@ -53,6 +58,32 @@ def test_checkpoints_elsewhere_are_found_from_the_run_and_held_by_it(
     longer = replace(recipe, budget=replace(recipe.budget, steps=10))
     assert train(longer, name="tiny", folder=run) == 0
     assert [event["resumed_from"] for event in events_of(run, "start")] == [None, 8]
+
+
+def test_who_may_change_the_weights_hears_of_a_position_only_once_the_copy_is_made(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[CheckpointStore] = []
+    wait = CheckpointStore.wait_until_staged
+
+    def noted(self: CheckpointStore) -> None:
+        wait(self)
+        waits.append(self)
+
+    class Peers(Alone):
+        """Sends its state whenever it hears of a position."""
+
+        def begin_step(self, at: Callable[[], Position]) -> None:
+            before = len(waits)
+            at()
+            assert len(waits) > before, "a peer's weights would come into the checkpoint"
+
+        end_step = begin_step
+
+    monkeypatch.setattr(CheckpointStore, "wait_until_staged", noted)
+    monkeypatch.setattr(session, "company_of", lambda assembly, stop, log: Peers(stop))
+    assert train(saving(recipe, every=2), name="tiny", folder=tmp_path / "run") == 0
+    assert waits
 
 
 def test_what_fits_of_another_model_is_loaded_where_asked_and_the_rest_is_told(

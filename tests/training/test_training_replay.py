@@ -109,7 +109,7 @@ def test_replay_names_the_module_and_tells_a_fault_of_the_machine(
     assert facts["recorded"]["kind"] == "not finite" and facts["repeated"]["kind"] == "healthy"
     assert main(["replay", str(tmp_path / "run")]) == 1
     assert "not reproduced: look for a fault of the machine" in capsys.readouterr().out
-    assert main(["replay", str(tmp_path / "run"), "--precision.matmul", "highest"]) == 1
+    assert main(["replay", str(tmp_path / "run"), "--max-gradient-norm", "2.0"]) == 1
     assert "and the recipe is not the one of the step" in capsys.readouterr().out
 
     # Bad from the first step of the repetition on, which has no step before the bad one.

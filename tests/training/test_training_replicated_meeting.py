@@ -57,12 +57,13 @@ def stop() -> AgreedStop:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Meeting, list[str]]]:
-    """Makes a meeting whose lighthouse gives these answers, and the names of groups that fit."""
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Meeting]:
+    """Makes a meeting whose lighthouse gives answers, made of the names of two groups that fit."""
     monkeypatch.setattr(replicated_meeting, "_PAUSE_SECONDS", 0.001)
 
-    def make(answers: Callable[[Meeting], Any], **replicas: Any) -> tuple[Meeting, list[str]]:
+    def make(answers: Callable[[list[str]], Any], **replicas: Any) -> Meeting:
         made = Meeting(assembly(**replicas), stop(), SILENT)
+        both = [group_name(group, made._identity) for group in (0, 1)]
 
         class Lighthouse:
             """In the place of a `Member`."""
@@ -71,7 +72,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Meeting, lis
 
             def meet(self, *_: object, **__: object) -> Quorum:
                 """See `Member`."""
-                answer = answers(made)
+                answer = answers(both)
                 if isinstance(answer, Exception):
                     raise answer
                 names = tuple(answer)
@@ -87,14 +88,14 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Meeting, lis
 
         monkeypatch.setattr(replicated_meeting, "Member", Lighthouse)
         monkeypatch.setattr(made.link, "connect", lambda *_, **__: None)
-        return made, [group_name(group, made._identity) for group in (0, 1)]
+        return made
 
     return make
 
 
 def test_a_group_waits_for_a_lighthouse_that_is_not_there_yet(meeting: Any) -> None:
     answers = [RuntimeError("failed to connect"), TimeoutError(), RuntimeError("")]
-    made, names = meeting(lambda _: answers.pop() if answers else names)
+    made = meeting(lambda both: answers.pop() if answers else both)
     assert made.meet(Position()) is None
     assert made.share.size == 2
 
@@ -102,8 +103,9 @@ def test_a_group_waits_for_a_lighthouse_that_is_not_there_yet(meeting: Any) -> N
 def test_a_lighthouse_that_refuses_to_be_reached_by_rank_0_is_asked_again(
     meeting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, names = meeting(lambda _: names)
-    there, tries = replicated_meeting.Member, []
+    made = meeting(lambda both: both)
+    there: Any = vars(replicated_meeting)["Member"]
+    tries = []
 
     def joined(*_: object, from_main: Callable[[Callable[[], str]], str], **__: object) -> Any:
         def serve() -> str:
@@ -113,7 +115,7 @@ def test_a_lighthouse_that_refuses_to_be_reached_by_rank_0_is_asked_again(
             return ""
 
         from_main(serve)
-        return there("")  # type: ignore[call-arg]
+        return there()
 
     monkeypatch.setattr(replicated_meeting, "Member", joined)
     assert made.meet(Position()) is None
@@ -121,22 +123,17 @@ def test_a_lighthouse_that_refuses_to_be_reached_by_rank_0_is_asked_again(
 
 
 def test_a_group_that_was_just_killed_may_count_as_there_for_a_while(meeting: Any) -> None:
-    ghosts = [group_name(1, "") for _ in range(5)]
-
-    def answers(made: Meeting) -> list[str]:
-        ghost = [group_name(1, made._identity)] if ghosts and ghosts.pop() else []
-        return [*names, *ghost]
-
-    made, names = meeting(answers)
+    looks = iter(range(5))
+    made = meeting(lambda both: both if next(looks, None) is None else [*both, both[1]])
     assert made.meet(Position()) is None
     assert made.share.size == 2
 
 
 @pytest.mark.parametrize("what", ["strangers", "too many"])
 def test_a_group_that_comes_to_others_that_it_does_not_fit_leaves(what: str, meeting: Any) -> None:
-    further = {"strangers": group_name(1, "other"), "too many": group_name(1, "")}[what]
-    made, names = meeting(lambda made: [*names, further.replace("::", f":{made._identity}:")])
-    with pytest.raises(RunError, match="trains something else|3 groups are at this lighthouse"):
+    stranger = group_name(1, "other")
+    made = meeting(lambda both: [*both, stranger if what == "strangers" else both[1]])
+    with pytest.raises(RunError, match=r"trains something else|3 groups are at this lighthouse"):
         made.meet(Position())
 
 
@@ -148,9 +145,7 @@ def test_a_group_gives_up_after_its_time(
         raise LinkBroken("connection refused")
 
     refused = RuntimeError("connection refused")
-    made, names = meeting(
-        lambda _: refused if why == "no lighthouse" else names, meeting_seconds=0.05
-    )
+    made = meeting(lambda both: refused if why == "no lighthouse" else both, meeting_seconds=0.05)
     monkeypatch.setattr(made.link, "connect", refuse)
     with pytest.raises(RunError, match=r"no group was met .*: connection refused"):
         made.meet(Position())

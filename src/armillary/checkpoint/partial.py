@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from armillary.checkpoint.find import Found
+from armillary.checkpoint.load import stored_for_all
 from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.state import Model, apply_state, gather_state, initialise_optimizers
 from armillary.checkpoint.tensors import (
@@ -15,7 +16,6 @@ from armillary.checkpoint.tensors import (
     flatten,
     held_by_all,
     read_tensors,
-    stored_tensors,
 )
 
 
@@ -27,7 +27,7 @@ def restore_what_fits(
     A parameter keeps its first value if it has no match. Its optimizer state is loaded if the
     parameter and all of that state fit, and is none otherwise, as before its first step.
     """
-    stored = stored_tensors(found.place, found.folder)
+    stored = stored_for_all(found, ranks)
     initialise_optimizers(optimizers)
     state = gather_state(model, optimizers)
     flat = flatten(state)

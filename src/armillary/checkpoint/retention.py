@@ -9,7 +9,13 @@ from typing import Any
 
 from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.find import path_of
-from armillary.checkpoint.manifest import Unreadable, Unverified, read_manifest, reason_of, step_names
+from armillary.checkpoint.manifest import (
+    Unreadable,
+    Unverified,
+    read_manifest,
+    reason_of,
+    step_names,
+)
 from armillary.checkpoint.places.place import Place
 from armillary.checkpoint.verify import verify
 from armillary.foundation.strict_json import parse_json
@@ -50,8 +56,9 @@ class Shelf:
 
         Kept are: those down to the last of the `keep_last` that verify, of which ephemeral ones
         stay while nothing newer verifies; the `keep_best` with the best scores, of those that
-        verify, and what is as good and cannot be read for now; permanent ones; pinned ones; the one just written, even where higher steps lie
-        beside it. Foreign names and folders without an intact manifest are not ours to touch.
+        verify, and any that is as good and cannot be read for now; permanent ones; pinned ones; the
+        one just written, even where higher steps lie beside it. Foreign names and folders without
+        an intact manifest are not ours to touch.
 
         Raises:
             Unverified: the list of pins cannot be read, so nothing may go.

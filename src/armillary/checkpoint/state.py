@@ -19,14 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.checkpoint.load import load_tensors
 from armillary.checkpoint.ranks import Ranks
-from armillary.checkpoint.tensors import (
-    flatten,
-    held_by_all,
-    read_tensors,
-    require_match,
-    stored_tensors,
-)
+from armillary.checkpoint.tensors import flatten
 
 if TYPE_CHECKING:
     from armillary.checkpoint.find import Found
@@ -133,11 +128,10 @@ def restore_training(
     Raises:
         UserError: names, shapes or dtypes differ; nothing was loaded.
     """
-    stored = stored_tensors(found.place, found.folder)
     return fill_training(
         model,
         optimizers,
-        stored,
+        store.tensors_in(found),
         lambda state: store.load(found, state | (further or {}), check),
         # Steps before the first healthy one learned from no token.
         never_updated=found.step == 0 or found.manifest["tokens_total"] == 0,
@@ -182,11 +176,7 @@ def restore_model(found: Found, model: Model) -> None:
     wanted = flatten(gather_state(model))
     ranks = Ranks()
     try:
-        stored = stored_tensors(found.place, found.folder)
-        require_match(
-            found.path, held_by_all(wanted, ranks), stored, ignore=("optimizer.", "outer.")
-        )
-        read_tensors(found.place, found.folder, wanted, ranks, stored)
+        load_tensors(found, wanted, ranks, ignore=("optimizer.", "outer."))
     finally:
         ranks.close()
 

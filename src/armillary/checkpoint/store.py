@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from armillary.checkpoint.config import Checkpoint
 from armillary.checkpoint.find import Found, find_checkpoint, path_of
-from armillary.checkpoint.manifest import STATE_NAME, data_prefix, rng_name, step_name
+from armillary.checkpoint.load import load_rest, load_tensors, stored_for_all
+from armillary.checkpoint.manifest import step_name, step_names
 from armillary.checkpoint.partial import restore_what_fits
 from armillary.checkpoint.places.open import open_place
 from armillary.checkpoint.ranks import Failure, Ranks, describe
@@ -26,17 +27,13 @@ from armillary.checkpoint.state import Model
 from armillary.checkpoint.telling import OnEvent, Teller
 from armillary.checkpoint.tensors import (
     Differences,
+    Stored,
     flatten,
-    held_by_all,
     pieces_of,
-    read_tensors,
-    require_match,
-    stored_tensors,
 )
 from armillary.checkpoint.writing import OnStage, Patience, Save, Writer
 from armillary.foundation.errors import Problem, RunError
 from armillary.foundation.progress import Progress, watched
-from armillary.foundation.strict_json import parse_json
 
 T = TypeVar("T")
 
@@ -119,9 +116,12 @@ class CheckpointStore:
         be what the next `auto` resumes from, and would push out the new branch's own.
         """
         self.wait()
+        aside, newest = self._on_main(
+            lambda: (self._shelf.set_aside_after(step), max(step_names(self.place), default=None))
+        )
         if self.durable_step is not None and self.durable_step > step:
-            self.durable_step = self._newest_step = None
-        return self._on_main(lambda: self._shelf.set_aside_after(step))
+            self.durable_step, self._newest_step = newest, None
+        return aside
 
     def save(
         self,
@@ -244,32 +244,12 @@ class CheckpointStore:
             RunError: a file could not be read.
         """
         self.wait()
-        flat = flatten(tensors)
-        stored = stored_tensors(found.place, found.folder)
-        require_match(found.path, held_by_all(flat, self._ranks), stored)
-        read_tensors(found.place, found.folder, flat, self._ranks, stored, check=check)
-        return self.read_rest(found)
+        load_tensors(found, flatten(tensors), self._ranks, check=check)
+        return load_rest(found, self._ranks)
 
-    def read_rest(self, found: Found) -> tuple[dict[str, Any], bytes | None]:
-        """The scalars of a checkpoint and this rank's random states; every rank calls it alike.
-
-        Raises:
-            RunError: a file could not be read.
-        """
-        own = rng_name(self._ranks.rank)
-        has_own = data_prefix(found.manifest) + own in found.manifest["files"]
-
-        def read() -> tuple[dict[str, Any], bytes | None]:
-            scalars = parse_json(found.place.read(f"{found.folder}/{STATE_NAME}"))
-            if not isinstance(scalars, dict):
-                raise ValueError(f"{STATE_NAME} is not an object")
-            rng = found.place.read(f"{found.folder}/{own}") if has_own else None
-            return scalars, rng or None
-
-        try:
-            return self._ranks.together(read)[self._ranks.rank]
-        except Failure as failure:
-            raise RunError(Problem(f"cannot read checkpoint {found.path}: {failure}")) from failure
+    def tensors_in(self, found: Found) -> dict[str, Stored]:
+        """See `load.stored_for_all`."""
+        return stored_for_all(found, self._ranks)
 
     def restore_what_fits(
         self, found: Found, model: Model, optimizers: Sequence[Optimizer]
@@ -303,8 +283,10 @@ class CheckpointStore:
         """Brings the save in flight to its end: one that fails is not tried again."""
         self._patience.end_after(0, superseded=True)
         self.place.hurried = True
-        self._join()
-        self.place.hurried = False
+        try:
+            self._join()
+        finally:
+            self.place.hurried = False
         self._held, self._newest_step = None, self.durable_step
 
     def _has_copy(self) -> bool:

@@ -28,19 +28,13 @@ from armillary.training.state import Position
 from armillary.training.step_shape import WHOLE, Share
 
 
-def company_of(
-    assembly: Assembly, stop: AgreedStop, log: EventLog, before_change: Callable[[], None]
-) -> Company:
-    """What the recipe asks for; all ranks call it together.
-
-    Args:
-        before_change: called before the state of a peer is taken over; see `Steps`.
-    """
+def company_of(assembly: Assembly, stop: AgreedStop, log: EventLog) -> Company:
+    """What the recipe asks for; all ranks call it together."""
     replicas = assembly.recipe.replicas
     if replicas.alone:
         return Alone(stop)
     kind = Rounds if replicas.mode.round_steps else EveryStep
-    return kind(assembly, stop, log, before_change)
+    return kind(assembly, stop, log)
 
 
 class _Groups:
@@ -48,15 +42,9 @@ class _Groups:
 
     most_in_flight: int | None = 0
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        stop: AgreedStop,
-        log: EventLog,
-        before_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, assembly: Assembly, stop: AgreedStop, log: EventLog) -> None:
         self._assembly, self._stop = assembly, stop
-        self._meeting = Meeting(assembly, stop, log, before_change, facts=self._facts)
+        self._meeting = Meeting(assembly, stop, log, facts=self._facts)
         self._dealt = WHOLE
         self._has_met = False
         self._moved = False  # to another group's state
@@ -93,14 +81,8 @@ class _Groups:
 class EveryStep(_Groups):
     """Gradients are summed in each step; see the top of this file."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        stop: AgreedStop,
-        log: EventLog,
-        before_change: Callable[[], None],
-    ) -> None:
-        super().__init__(assembly, stop, log, before_change)
+    def __init__(self, assembly: Assembly, stop: AgreedStop, log: EventLog) -> None:
+        super().__init__(assembly, stop, log)
         self._position = Position()
 
     def _meet(self, position: Position) -> None:
@@ -142,14 +124,8 @@ class EveryStep(_Groups):
 class Rounds(_Groups):
     """Each group trains by itself, and after `every` steps the weights are brought together."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        stop: AgreedStop,
-        log: EventLog,
-        before_change: Callable[[], None],
-    ) -> None:
-        super().__init__(assembly, stop, log, before_change)
+    def __init__(self, assembly: Assembly, stop: AgreedStop, log: EventLog) -> None:
+        super().__init__(assembly, stop, log)
         self._due = False
         self._tokens_before = 0  # the run's, when the round began
 

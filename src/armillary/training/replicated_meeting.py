@@ -53,7 +53,6 @@ class Meeting:
         assembly: what is trained.
         stop: of this group.
         log: told who is there, and what broke off.
-        before_change: called before the state of a peer is taken over: a save may still read it.
         facts: what a group that is behind is told beside the position.
     """
 
@@ -62,14 +61,13 @@ class Meeting:
         assembly: Assembly,
         stop: AgreedStop,
         log: EventLog,
-        before_change: Callable[[], None],
         *,
         facts: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.share = WHOLE
         """Of the groups that met last."""
         self._assembly, self._stop, self._log, self._facts = assembly, stop, log, facts
-        self._ranks, self._before_change = stop.ranks, before_change
+        self._ranks = stop.ranks
         self._replicas: Replicas = assembly.recipe.replicas
         self._identity = _identity(assembly)
         self.link = Link(self._replicas.host, self._replicas.timeout_seconds)
@@ -251,7 +249,6 @@ class Meeting:
             receive_tensors(self.link, origin, announced, self._local(state))
 
         model, optimizers = self._assembly.model, self._assembly.optimizers.optimizers
-        self._before_change()
         # What is not announced is not there.
         fill_training(model, optimizers, announced.tensors, fill, never_updated=True)
         facts = announced.facts

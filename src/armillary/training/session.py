@@ -59,7 +59,7 @@ class Session:
         self._speed = Speed.of(assembly)
         self._timer = StepTimer(assembly.mesh.device)
         self._scores: dict[str, float] = {}
-        self._company = company_of(assembly, stop, log, store.wait_until_staged)
+        self._company = company_of(assembly, stop, log)
         self._begin_at(beginning)
         self._recovery = Recovery(
             assembly=assembly,
@@ -166,7 +166,7 @@ class Session:
                         self.save(final=steps.begun == until)
 
     def _staged_position(self) -> Position:
-        """For others who may change the weights: where the run stands, and no copy is to be made."""
+        """For those who may change the weights: where the run stands, once saves have a copy."""
         self._store.wait_until_staged()
         return self._steps.noted()
 

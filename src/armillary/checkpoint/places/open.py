@@ -34,6 +34,8 @@ def open_place(address: str | Path, retry_seconds: float = 60) -> Place:
     from armillary.checkpoint.places.remote import RemotePlace
 
     text = str(address).rstrip("/")
+    if any(sign in text for sign in "*?[]"):  # a pattern to fsspec, which removes all that it fits
+        raise UserError(Problem(f"{text} is not a folder of a bucket", "s3://bucket/folder"))
     parts = urlsplit(text)
     if "@" in parts.netloc:
         shown = f"{parts.scheme}://...@{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -54,6 +56,6 @@ def open_place(address: str | Path, retry_seconds: float = 60) -> Place:
                 text.replace(parts.scheme, close, 1) if close else None,
             )
         )
-    if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
+    if not parts.netloc or parts.fragment or ".." in parts.path.split("/"):
         raise UserError(Problem(f"{text} is not a folder of a bucket", "s3://bucket/folder"))
     return RemotePlace(text, retry_seconds=retry_seconds)
