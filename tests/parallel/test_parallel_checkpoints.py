@@ -109,7 +109,9 @@ def write(folder: Path, case: Case) -> Written:
         store.wait(raise_failure=True)
     if run.model.mesh.is_main:
         staged = [fields["bytes"] for fields in events if fields["state"] == "staged"]
-        assert staged == [logical_bytes(stored_tensors(store.place, "step-00000002"))], "of all stages"
+        assert staged == [logical_bytes(stored_tensors(store.place, "step-00000002"))], (
+            "of all stages"
+        )
     return digests, loss
 
 
