@@ -177,8 +177,14 @@ def test_an_unchanged_corpus_is_found_without_reading_it(
     assert locate(data) is None
     store = build(data)
     assert locate(data) == store.folder
+    read = Path.read_bytes
+
+    def read_no_text(path: Path) -> bytes:
+        assert path.suffix != ".txt", path
+        return read(path)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", None)
+        patch.setattr(Path, "read_bytes", read_no_text)
         patch.setattr(build_module, "_Build", None)
         assert build(data).fingerprint == store.fingerprint
     progress = RecordedProgress()
