@@ -6,6 +6,9 @@ import sys
 def main() -> int:
     """Runs the command line; whoever interrupts before it is loaded sees no traceback either."""
     try:
+        from armillary.foundation.lasting_streams import outlive_terminal
+
+        outlive_terminal()
         from armillary.cli.main import main as run
         from armillary.resilience.signals import ignore_stop_signals
 

@@ -71,8 +71,6 @@ def test_list_shows_every_checkpoint_its_kind_its_score_and_its_damage(
     (run.parent / "runs").mkdir()
     (run.parent / "runs" / "named").symlink_to(run)
     assert "step-00000030" in told(capsys, "list", "named")[1]
-    (run.parent / "empty").mkdir()
-    assert "no checkpoints in" in told(capsys, "list", "empty")[1]
     assert told(capsys, "list", "nowhere")[0] == 2
 
 
@@ -158,3 +156,70 @@ def test_prune_removes_what_is_not_to_be_kept_and_no_pinned_one(
     (run / "checkpoints" / "pins.json").write_text("?")
     code, text = told(capsys, "prune", run)
     assert code == 2 and "nothing was removed: pins.json" in text
+
+
+def test_prune_goes_by_the_recipe_of_the_run_unless_told_otherwise(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def gone(*words: object) -> list[str]:
+        document = call(capsys, "prune", *words, "--dry-run")[1]
+        return [Path(each["path"]).name for each in document]
+
+    kept = 'keep_last = 1\nkeep_best = 1\nbest_metric = "validation"\n'
+    (run / "recipe.toml").write_text(f'[checkpoint]\n{kept}[model]\nkind = "of a file elsewhere"\n')
+    assert gone(run) == gone(run / "checkpoints") == []  # step 10 is the best
+    assert gone(run, "--keep-best", 0) == ["step-00000010"]
+    assert gone(run, "--best-metric", "another") == ["step-00000010"]
+    (run / "recipe.toml").write_text("[checkpoint]\nkeep_last = 1\n")
+    assert gone(run) == ["step-00000010"]
+    assert gone(run, "--keep-every", 10) == []
+    assert "belongs to no run" not in told(capsys, "prune", run, "--dry-run")[1]
+    code, text = told(capsys, "prune", run, "--keep-last", 0)
+    assert code == 2 and "try: --keep-last 1" in text and "checkpoint." not in text
+    plain = (run / "checkpoints").rename(tmp_path / "plain")
+    code, text = told(capsys, "prune", plain, "--dry-run")
+    assert code == 0 and "belongs to no run" in text
+    assert "--keep-last 2 --keep-every 0 --keep-best 0 --best-metric validation" in text
+
+
+def test_where_there_is_nothing_the_folder_that_was_looked_at_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other, elsewhere = tmp_path / "other", tmp_path / "elsewhere"
+    other.mkdir()
+    code, text = told(capsys, "verify", other)
+    assert code == 1 and f"no checkpoints in {other}" in text
+    code, text = told(capsys, "list", other)
+    assert code == 2 and f"{other} is neither a run nor a folder of checkpoints" in text
+    (other / "recipe.toml").write_text(f'[checkpoint]\nfolder = "{elsewhere}"\n')
+    code, text = told(capsys, "verify", other)  # which was never made, or is not mounted
+    assert code == 1 and f"no checkpoints in {elsewhere}" in text
+    assert told(capsys, "list", other) == (0, f"no checkpoints in {elsewhere} yet\n")
+    for action in ("list", "verify", "prune", "pin"):
+        code, text = told(capsys, action, "")
+        assert code == 2 and "the name of the run is empty" in text
+    (run / "checkpoints" / "step-00000030").rename(
+        run / "checkpoints" / "set-aside-step-00000030-a"
+    )
+    text = told(capsys, "list", run)[1]
+    assert text.endswith("no longer of the run, 1 set aside: set-aside-*\n")
+    assert "set aside" not in told(capsys, "list", run / "checkpoints" / "step-00000010")[1]
+
+
+def test_a_store_that_lets_nobody_in_is_told_with_where_credentials_come_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "PROFILE", "ENDPOINT_URL"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "none"))
+    for address in ("s3://bucket/run", "s3://bucket/run/step-00000010"):
+        code, text = told(capsys, "list", address)
+        assert code == 2 and "s3://bucket/run cannot be read: NoCredentialsError" in text
+        assert "AWS_ACCESS_KEY_ID" in text and "unexpected" not in text
+    capsys.readouterr()
+    typed = ["train", "debug", "--run", str(tmp_path / "run"), "--telemetry.console", "plain"]
+    assert main([*typed, "--checkpoint.folder", "s3://bucket/run"]) == 2
+    text = capsys.readouterr().err
+    assert "s3://bucket/run cannot be read: NoCredentialsError" in text and "AWS_PROFILE" in text

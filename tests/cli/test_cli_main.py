@@ -95,6 +95,21 @@ def test_wrong_input_is_told_once_on_standard_error_with_exit_code_2(
     assert_matches_snapshot(f"$ armillary {typed}\n{err}", SNAPSHOTS / "bad" / f"{name}.txt")
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--resume", ""], "--resume is empty"),
+        (["--meet", "x:1"], "--meet x:1 without --nodes"),
+        (["--nproc", "2", "--meet", "x:1"], "--meet x:1 without --nodes"),
+    ],
+)
+def test_options_that_would_mean_nothing_are_refused(
+    typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "debug", *typed]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_empty_words_are_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     for typed in (["train", ""], ["recipes", "show", ""], ["train", "debug", "--run", ""]):
         assert cli.main(typed) == 2

@@ -132,6 +132,14 @@ def test_a_resumed_run_counts_repeated_steps_once(tmp_path):
     assert history.state() == "running"
 
 
+def test_a_checkpoint_removed_after_the_run_was_moved_is_not_shown(tmp_path):
+    run = write_run(tmp_path / "run")
+    with EventLog(run / "events.jsonl") as log:
+        elsewhere = {"path": "/moved/checkpoints/step-00000020"}
+        log.emit("checkpoint", 20, **examples.checkpoint("removed", 20, **elsewhere))
+    assert read_history(run).kept_checkpoints() == []
+
+
 def test_a_torn_tail_does_not_hide_a_run(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     with (run / "events.jsonl").open("a") as file:

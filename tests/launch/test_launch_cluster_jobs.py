@@ -86,6 +86,25 @@ def test_torchrun_passes_every_word_on_as_it_was_typed(stubs: Stubs) -> None:
     assert not (stubs.folder / "pwned").exists()
 
 
+def test_torchrun_without_hosts_takes_the_meeting_machine_as_its_argument(stubs: Stubs) -> None:
+    job = Torchrun(recipe=("debug",), **COMMON)
+    made = stubs.run(job.render())
+    assert made.returncode and "give the name of one of them" in made.stderr
+    assert not list(stubs.folder.glob("words-*"))
+    assert stubs.run(f"set -- first\n{job.render()}").returncode == 0
+    assert "--rdzv-endpoint=first:29500" in stubs.words()
+    assert "bash tiny.sh HOST, on each machine" in job.next_step("tiny.sh")
+
+
+def test_slurm_names_the_option_for_what_it_writes_itself() -> None:
+    job = Slurm(name="tiny", sbatch=("nodes=8", "comment=x"), partition="big", cpus_per_node=4)
+    assert [problem.fix for problem in job.problems()] == ["--nodes"]
+    written = [line.removeprefix("#SBATCH --") for line in job.render().splitlines()]
+    directives = [line.partition("=")[0] for line in written if line in {*job._directives()}]
+    for name in set(directives) - {"comment"}:
+        assert Slurm(name="tiny", sbatch=(name,)).problems(), name
+
+
 def filled_in(text: str, variables: dict[str, str]) -> str:
     """As Kubernetes does: `$(NAME)` is the variable where there is one, `$$` is a dollar."""
     rule = re.compile(r"\$\$|\$\(([^)]*)\)")
@@ -110,7 +129,8 @@ def test_kubernetes_passes_every_word_on_as_it_was_typed(manifest: Any, setup: s
 
 @pytest.mark.parametrize("kind", [Slurm, SkyPilot, Torchrun])
 def test_nothing_is_started_where_the_setup_fails(kind: type[Job], stubs: Stubs) -> None:
-    text = kind(recipe=("debug",), setup="true; false", **COMMON).render()
+    more: dict[str, Any] = {"hosts": ("a", "b")} if kind is Torchrun else {}
+    text = kind(recipe=("debug",), setup="true; false", **COMMON, **more).render()
     script = yaml.safe_load(text)["run"] if kind is SkyPilot else text
     assert stubs.run(script).returncode == 1
     assert not list(stubs.folder.glob("words-*"))
@@ -218,6 +238,9 @@ REFUSED = [
     (Slurm, {"name": "a b"}, "--name 'a b'"),
     (Slurm, {"name": "x" * 41}, "--name"),
     (Slurm, {"run": "a\nb"}, "--run"),
+    (Slurm, {"sbatch": ("nodes=8",)}, "--sbatch nodes=8: the job says itself what nodes is"),
+    (Slurm, {"sbatch": ("time=1",)}, "--sbatch time=1: the job says itself"),
+    (Slurm, {"sbatch": ("no-requeue",)}, "--sbatch no-requeue: the job says itself"),
     (Slurm, {"setup": "true\nscontrol show config"}, "--setup"),
     (Slurm, {"partition": "big\n#SBATCH --account=other"}, "--partition"),
     (Slurm, {"account": "a b"}, "--account"),

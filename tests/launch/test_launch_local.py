@@ -47,6 +47,7 @@ print("out of", rank); print("err of", rank, file=sys.stderr)
         ("sys.exit(75 if rank else 0)", 75),
         ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", 128 + 9),
         ("sys.exit(2 if rank == 1 else 0)", 2),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 3) if rank else time.sleep(60)", 128 + 37),
     ],
 )
 def test_the_exit_code_is_75_if_no_rank_failed_and_the_failed_ranks_code_otherwise(
@@ -129,7 +130,8 @@ name = sys.argv[1] + "/" + os.environ["RANK"]
 def note(number, frame):
     with open(name, "a") as file: file.write(signal.Signals(number).name + " ")
     if number in (signal.SIGINT, signal.SIGTERM): sys.exit(75)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(number, note)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN: signal.signal(number, note)
 open(name + ".ready", "w").close()
 for _ in range(600): time.sleep(0.05)
 '''
@@ -137,9 +139,9 @@ sys.exit(launch([script, sys.argv[1]], 2, program=(sys.executable, "-S", "-c")))
 """
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path, *before: str) -> subprocess.Popen[str]:
     """A launcher in a process group of its own, as under a terminal, with both ranks ready."""
-    command = [sys.executable, "-c", LAUNCHER, str(folder)]
+    command = [*before, sys.executable, "-c", LAUNCHER, str(folder)]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     while not all((folder / f"{rank}.ready").exists() for rank in range(2)):
         assert launcher.poll() is None
@@ -161,6 +163,28 @@ def test_each_signal_reaches_every_rank_once(tmp_path: Path) -> None:
         assert launcher.wait(30) == 75
     for rank in range(2):
         assert heard(tmp_path, rank) == "SIGUSR1 SIGINT "
+
+
+def test_the_loss_of_a_terminal_reaches_every_rank_once_and_however_often_kills_none(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, "env", "--default-signal=HUP") as launcher:
+        for times in (1, 2, 3):  # by the system, by a shell
+            os.killpg(launcher.pid, signal.SIGHUP)
+            while not all(heard(tmp_path, rank) == "SIGHUP " * times for rank in range(2)):
+                assert launcher.poll() is None
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == 75
+
+
+def test_under_nohup_neither_the_launcher_nor_its_ranks_hear_of_the_loss(tmp_path: Path) -> None:
+    with started(tmp_path, "nohup") as launcher:
+        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        for pid in (launcher.pid, *map(int, ranks.read_text().split())):
+            os.kill(pid, signal.SIGHUP)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == 75
+    assert [heard(tmp_path, rank) for rank in range(2)] == ["SIGTERM "] * 2
 
 
 @pytest.mark.skipif(

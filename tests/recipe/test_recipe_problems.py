@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.cli.recipe_arguments import resolve
+from armillary.data.config import Mixture, Part
 from armillary.parallel import Parallel
 from armillary.parallel.account import Account
 from armillary.parallel.schedules import SCHEDULES
@@ -235,3 +236,42 @@ def test_layers_of_stages_are_those_of_the_model_without_a_pipeline_too() -> Non
     for layers, wrong in (("8", 0), ("7", 1), ("3,5", 1), ("8,0", 1)):
         typed = ["debug", "--parallel.stage-layers", layers]
         assert len(problems(resolve(typed).recipe, 2)) == wrong, layers
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("", "validation.every = 0"),
+        ("--checkpoint.every 4", "validation.every = 0 and checkpoint.every = 4"),
+        ("--validation.every 3", "checkpoint.every = 0"),
+        ("--validation.every 3 --checkpoint.every 4", "none of steps 1 to 11"),
+        ("--validation.every 12 --checkpoint.every 12", "none of steps 1 to 11"),
+        ("--validation.every 20 --checkpoint.keep-every 30", "none of steps 1 to 11"),
+        ("--validation.every 4 --checkpoint.every 2 --data.validation-fraction 0", "held out"),
+        ("--validation.every 4 --checkpoint.every 2 --checkpoint.best-metric valid", "'valid'"),
+        ("--budget.steps 1 --validation.every 1 --checkpoint.every 1", "no checkpoint has a score"),
+    ],
+)
+def test_the_best_are_not_kept_where_none_is_scored_and_the_proposal_helps(
+    typed: str, told: str
+) -> None:
+    words = ["debug", "--budget.steps", "12", "--checkpoint.keep-best", "1", *typed.split()]
+    (found,) = problems(resolve(words).recipe)
+    assert told in found.message and found.fix is not None
+    assert problems(resolve([*words, *found.fix.split()]).recipe) == []
+
+
+def test_the_best_are_kept_where_one_kind_of_save_is_scored_by_a_set_of_the_recipe() -> None:
+    words = ["debug", "--budget.steps", "13", "--checkpoint.keep-best", "1"]
+    for typed in (
+        "--validation.every 3 --checkpoint.every 4",
+        "--validation.every 5 --checkpoint.every 7 --checkpoint.ephemeral-every 10",
+    ):
+        assert problems(resolve([*words, *typed.split()]).recipe) == []
+    recipe = resolve([*words, "--validation.every", "4", "--checkpoint.every", "4"]).recipe
+    part = Part(corpus=recipe.data.corpus)
+    mixture = replace(recipe, data=replace(recipe.data, corpus=Mixture(parts=(part, part))))
+    (found,) = problems(mixture)
+    assert found.allowed == "validation-0, validation-1"
+    saves = replace(recipe.checkpoint, best_metric="validation-1")
+    assert problems(replace(mixture, checkpoint=saves)) == []

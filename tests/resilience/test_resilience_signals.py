@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,6 +19,13 @@ LIMIT = 30.0
 """Seconds after which something that should happen at once has not happened."""
 
 
+@pytest.fixture(autouse=True)
+def nobody_ignores_the_loss_of_the_terminal() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def eventually(happened: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + LIMIT
     while not happened() and time.monotonic() < deadline:
@@ -26,7 +33,7 @@ def eventually(happened: Callable[[], bool]) -> bool:
     return happened()
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_the_first_signal_sets_a_flag_and_handlers_are_put_back(name: str) -> None:
     number = signal.Signals[name]
     before = signal.getsignal(number)
@@ -46,6 +53,18 @@ def test_the_first_signal_sets_a_flag_and_handlers_are_put_back(name: str) -> No
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
     assert threading.active_count() == threads
+
+
+def test_the_loss_of_a_terminal_stays_ignored_where_it_was_ignored_at_the_start() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what `nohup` does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.signal_name == "SIGUSR1"  # and nothing before it
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_leaves_at_once_unless_it_is_the_same_key_press() -> None:

@@ -10,12 +10,13 @@ import re
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from armillary.cli.main import main
+from armillary.foundation.errors import UserError
 from armillary.recipe.toml import to_toml
 from armillary.resilience.claim import claim_run
 from armillary.training.train import train
@@ -260,3 +261,13 @@ def test_there_are_enough_cases_and_each_is_told_with_what_to_do() -> None:
         text = (SNAPSHOTS / f"{case.name}.txt").read_text()
         assert text.count("error: ") >= 1, case.name
         assert "allowed: " in text or "try: " in text, case.name
+
+
+def test_a_folder_for_checkpoints_that_is_the_run_folder_is_told_as_that(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = tiny_recipe(tmp_path, steps=3)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    checkpoint = replace(recipe.checkpoint, folder=str(tmp_path / "link"))
+    with pytest.raises(UserError, match="link is the run folder itself"):
+        train(replace(recipe, checkpoint=checkpoint), name="tiny", folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -14,12 +14,12 @@ from armillary.checkpoint.manifest import (
     step_names,
     step_of,
 )
-from armillary.checkpoint.places.open import is_remote, open_place
+from armillary.checkpoint.places.open import is_remote, open_place, open_reachable
 from armillary.checkpoint.places.place import Place
 from armillary.checkpoint.verify import verify
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.progress import Progress
-from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, checkpoints_address
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, checkpoints_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +110,17 @@ def open_checkpoints(address: str, asked: str = "") -> tuple[Place, str | None]:
         path = path.absolute()
         return open_place(path.parent), path.name
     elsewhere = checkpoints_address(path)
-    if is_remote(elsewhere) or Path(elsewhere).is_dir():
-        return open_place(elsewhere), None
+    is_run = (path / RECIPE_FILE).is_file()
+    if is_run or is_remote(elsewhere) or Path(elsewhere).is_dir():
+        return open_reachable(elsewhere), None
     return open_place(path), None
 
 
 def _open_remote(address: str) -> tuple[Place, str | None]:
     above, _, name = address.rpartition("/")
     if step_of(name) is not None:
-        return open_place(above), name
-    place = open_place(address)
+        return open_reachable(above), name
+    place = open_reachable(address)
     if CHECKPOINTS_FOLDER in place.folders():
         place = open_place(f"{address}/{CHECKPOINTS_FOLDER}")
     return place, None

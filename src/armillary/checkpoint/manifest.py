@@ -2,9 +2,9 @@
 
 The manifest is one JSON object: `format`, `step`, `tokens_total`, `cursor`, `files` (relative path
 -> `bytes`, `sha256`), `recipe_sha256`, `created`, `kind`, `scores`, `code`, `versions`,
-`provenance`, whatever else the caller gave, and `sha256` over all of that, so that a flipped bit in
-the manifest itself shows too. Whoever made a manifest, reading it ends in `Unverified` or in one
-whose fields are of the kinds in `_FIELDS`. Imports no torch.
+`provenance`, `run` (an id; not in older ones), whatever else the caller gave, and `sha256` over all
+of that, so that a flipped bit in the manifest itself shows too. Whoever made a manifest, reading it
+ends in `Unverified` or in one whose fields are of the kinds in `_FIELDS`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
     for field, is_right in _FIELDS.items():
         if field not in manifest or not is_right(manifest[field]):
             raise Unverified(f"{MANIFEST_NAME} has no proper {field!r}")
+    if not _is_text_or_none(manifest.get("run")):  # not there in older ones
+        raise Unverified(f"{MANIFEST_NAME} has no proper 'run'")
     for name, entry in manifest["files"].items():
         _require_file_entry(name, entry)
     data_prefix(manifest)

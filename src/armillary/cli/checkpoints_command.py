@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ from armillary.foundation.run_folder import named_run
 
 if TYPE_CHECKING:
     from armillary.checkpoint.compare import Comparison
+    from armillary.checkpoint.config import Checkpoint
     from armillary.checkpoint.find import Found
     from armillary.checkpoint.places.place import Place
     from armillary.checkpoint.retention import Shelved
 
 _SHOWN = 20
+_KEPT = ("keep_last", "keep_every", "keep_best", "best_metric")
+"""What `prune` goes by, of the recipe's part about checkpoints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="what differs between two checkpoints")
     for name in ("first", "second"):
         diff.add_argument(name, metavar=name.upper(), help="a checkpoint, or a run: its newest")
-    prune.add_argument("--keep-last", type=int, default=2, metavar="N", help="newest ones (2)")
-    prune.add_argument(
-        "--keep-every", type=int, default=0, metavar="N", help="and those of every Nth step"
-    )
-    prune.add_argument(
-        "--keep-best", type=int, default=0, metavar="N", help="and the N with the best scores"
-    )
+    prune.epilog = "What is not given is as the run's recipe has it."
+    prune.add_argument("--keep-last", type=int, metavar="N", help="newest ones")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="and those of every Nth step")
+    prune.add_argument("--keep-best", type=int, metavar="N", help="and the N with the best scores")
+    prune.add_argument("--best-metric", metavar="SET", help="held-out set of these scores")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     pin.add_argument("steps", nargs="*", type=int, metavar="STEP", help="of a run: which ones")
     pin.add_argument("--unpin", action="store_true", help="no longer keep them")
@@ -69,11 +71,14 @@ def _open(address: str) -> tuple[Place, str | None]:
     from armillary.checkpoint.find import open_checkpoints
     from armillary.checkpoint.places.open import is_remote
 
+    if not address.strip():
+        raise UserError(Problem("the name of the run is empty", "a run", "armillary runs list"))
     return open_checkpoints(address if is_remote(address) else str(named_run(Path(address))))
 
 
 def _list(arguments: argparse.Namespace) -> tuple[int, Any, str]:
     from armillary.checkpoint.manifest import Unverified, step_names
+    from armillary.checkpoint.places.place import ASIDE
     from armillary.checkpoint.retention import read_pins, shelved_in
     from armillary.cli.table import table
     from armillary.telemetry.format import byte_count
@@ -96,10 +101,54 @@ def _list(arguments: argparse.Namespace) -> tuple[int, Any, str]:
         )
         for entry in document
     ]
-    if not rows:
-        return EXIT_FINISHED, document, f"no checkpoints in {place.address} yet"
+    aside = [] if only else [name for name in place.folders() if name.startswith(ASIDE)]
+    if not (rows or aside or only):
+        _require_run_or_checkpoints(arguments.run, place)
     header = ("name", "kind", "size", "created", "bits/byte")
-    return EXIT_FINISHED, document, table(header, rows, left=("name", "kind", "bits/byte"))
+    text = table(header, rows, left=("name", "kind", "bits/byte"))
+    if not rows:
+        text = f"no checkpoints in {place.address} yet"
+    if aside:
+        text += f"\nno longer of the run, {len(aside)} set aside: {ASIDE}*"
+    return EXIT_FINISHED, document, text
+
+
+def _require_run_or_checkpoints(address: str, place: Place) -> None:
+    """Where there are no checkpoints yet, there is at least a reason to expect some."""
+    from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, EVENTS_FILE
+    from armillary.resilience.claim import LOCK_NAME
+
+    if place.local is None or _run_of(address, place) is not None:
+        return
+    signs = (EVENTS_FILE, CHECKPOINTS_FOLDER, LOCK_NAME)
+    if place.local.name == CHECKPOINTS_FOLDER or any((place.local / n).exists() for n in signs):
+        return
+    raise UserError(
+        Problem(
+            f"{place.address} is neither a run nor a folder of checkpoints",
+            "a folder that `armillary train --run` has written, or one with step-00000020 or the"
+            " like",
+            "armillary runs list",
+        )
+    )
+
+
+def _run_of(address: str, place: Place) -> Path | None:
+    """The run that an address means, or that a folder of checkpoints lies in."""
+    from armillary.checkpoint.places.open import is_remote
+    from armillary.foundation.run_folder import RECIPE_FILE, checkpoints_address
+
+    if not is_remote(address):
+        run = named_run(Path(address))
+        if (run / RECIPE_FILE).is_file():
+            return run
+    if place.local is None:
+        return None
+    folder = place.local.absolute()
+    is_of_run = (folder.parent / RECIPE_FILE).is_file()
+    return (
+        folder.parent if is_of_run and checkpoints_address(folder.parent) == str(folder) else None
+    )
 
 
 def _entry(name: str, shelved: Shelved | None, pinned: set[int]) -> dict[str, Any]:
@@ -141,8 +190,8 @@ def _verify(arguments: argparse.Namespace) -> tuple[int, Any, str]:
                 size = sum(entry["bytes"] for entry in files.values())
                 document.append({"path": path_of(place, name), "verifies": True, "bytes": size})
                 lines.append(f"{name}  verifies: {len(files)} files, {byte_count(size)}")
-    text = "\n".join(lines) or f"no checkpoints in {place.address} yet"
-    return EXIT_FAILED if bad else EXIT_FINISHED, document, text
+    text = "\n".join(lines) or f"nothing was verified: no checkpoints in {place.address}"
+    return EXIT_FAILED if bad or not wanted else EXIT_FINISHED, document, text
 
 
 def _why(reason: Exception) -> dict[str, str]:
@@ -220,22 +269,16 @@ def _diff_lines(comparison: Comparison) -> list[str]:
 
 
 def _prune(arguments: argparse.Namespace) -> tuple[int, Any, str]:
-    from armillary.checkpoint.config import Checkpoint
     from armillary.checkpoint.find import path_of
     from armillary.checkpoint.manifest import Unverified, step_names
     from armillary.checkpoint.retention import Shelf
     from armillary.telemetry.format import byte_count
 
-    keep = Checkpoint(
-        keep_last=arguments.keep_last,
-        keep_every=arguments.keep_every,
-        keep_best=arguments.keep_best,
-    )
-    if problems := keep.problems():
-        raise UserError(problems)
     place, name = _open(arguments.run)
     if name is not None:
         raise UserError(Problem(f"{arguments.run} is one checkpoint", "a run", "armillary runs"))
+    run = _run_of(arguments.run, place)
+    keep = _kept(arguments, run)
     with ExitStack() as stack:
         if not arguments.dry_run:
             _claim(place, stack)
@@ -247,7 +290,38 @@ def _prune(arguments: argparse.Namespace) -> tuple[int, Any, str]:
     document = [{"path": path_of(place, each.name), "bytes": each.bytes} for each in removed]
     word = "would remove" if arguments.dry_run else "removed"
     lines = [f"{word} {each.name}  {byte_count(each.bytes)}" for each in reversed(removed)]
-    return EXIT_FINISHED, document, "\n".join(lines) or "there is nothing to remove"
+    text = "\n".join(lines) or "there is nothing to remove"
+    if run is None:
+        values = [f"--{name.replace('_', '-')} {getattr(keep, name)}" for name in _KEPT]
+        text = f"{place.address} belongs to no run here, so kept is: {' '.join(values)}\n{text}"
+    return EXIT_FINISHED, document, text
+
+
+def _kept(arguments: argparse.Namespace, run: Path | None) -> Checkpoint:
+    """What stays: as typed, else as the run's recipe has it, else the defaults."""
+    from armillary.foundation.run_folder import RECIPE_FILE
+    from armillary.recipe.overrides import TableLayer, apply
+    from armillary.recipe.recipe import Recipe
+    from armillary.recipe.toml import read_toml
+
+    tables = []
+    if run is not None:  # of the recipe no more than this: it may need components from elsewhere
+        table = read_toml(run / RECIPE_FILE).table.get("checkpoint")
+        own = table.items() if isinstance(table, dict) else ()
+        kept = {name: value for name, value in own if name in _KEPT}
+        tables.append(TableLayer({"checkpoint": kept}, f"in {run / RECIPE_FILE}"))
+    typed = {name: getattr(arguments, name) for name in _KEPT}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    keep = replace(apply(Recipe(), tables).checkpoint, **typed)
+    if problems := keep.problems():
+        raise UserError([_as_typed(problem) for problem in problems])
+    return keep
+
+
+def _as_typed(problem: Problem) -> Problem:
+    """With the options of `prune` in place of those of `train`."""
+    fix = (problem.fix or "").replace("--checkpoint.", "--")
+    return Problem(problem.message.removeprefix("checkpoint."), problem.allowed, fix)
 
 
 def _claim(place: Place, stack: ExitStack) -> None:

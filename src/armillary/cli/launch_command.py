@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(_as_json(job, text, file, command), end="")
     else:
         print(f"wrote {file}: {job.nodes} machines, {job.world_size} ranks, run {job.folder}")
-        print(said or f"next: {shlex.join(command or ['bash', str(file)])}")
+        print(said or f"next: {job.next_step(str(file))}")
     return EXIT_FINISHED
 
 

@@ -97,6 +97,9 @@ def _resolve(arguments: argparse.Namespace, ranks: RanksWanted) -> Resolved:
     with seen_by_every_rank():
         if arguments.run is not None and not arguments.run.strip():
             raise UserError(Problem("--run is empty", "a folder", "--run DIR, or leave it out"))
+        if not arguments.resume.strip():
+            allowed = "auto, never, a step, or a path"
+            raise UserError(Problem("--resume is empty", allowed, "--resume auto"))
         if found := [*ranks.problems(), *_restart_problems(arguments.max_restarts)]:
             raise UserError(found)
         resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from armillary.data.corpus import CorpusConfig, Part
+from armillary.data.corpus import CorpusConfig, Part, corpus_parts
 from armillary.data.corpus_jsonl import JsonLines
 from armillary.data.corpus_mixture import Mixture
 from armillary.data.corpus_tables import HuggingFace, Parquet
@@ -59,6 +59,17 @@ class Data:
     """Batches prepared ahead of the step; 0 prepares each when it is needed."""
     shuffle: bool = True
     """Whether samples come in a random order that the seed decides."""
+
+    def held_out_names(self) -> list[str]:
+        """One set, or for a mixture one for each part; none where nothing is held out.
+
+        Raises:
+            UserError: see `corpus_parts`.
+        """
+        if self.validation_fraction == 0:
+            return []
+        parts = len(corpus_parts(self.corpus))
+        return ["validation"] if parts == 1 else [f"validation-{part}" for part in range(parts)]
 
     def problems(self) -> list[Problem]:
         """What is wrong with the values themselves; looks for no file."""

@@ -9,6 +9,7 @@ RECIPE_FILE = "recipe.toml"
 EVENTS_FILE = "events.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 TOKENIZER_FOLDER = "tokenizer"
+IDENTITY_FILE = "run.json"
 
 RUNS_FOLDER = "runs"
 """Where `train` puts the folders of runs to which no name was given."""

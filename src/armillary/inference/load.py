@@ -11,7 +11,7 @@ from torch import nn
 
 from armillary.checkpoint.find import Found, Words, find_checkpoint
 from armillary.checkpoint.manifest import step_of
-from armillary.checkpoint.places.open import open_place
+from armillary.checkpoint.places.open import open_reachable
 from armillary.checkpoint.state import restore_model
 from armillary.data.tokenizer import Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, UserError
@@ -96,7 +96,7 @@ def find_saved(
         raise UserError(Problem(message, fix=f"armillary generate {run} --step {step}"))
     wanted = own_step if step is None else step
     asked = "auto" if wanted is None else str(wanted)
-    found = find_checkpoint(open_place(checkpoints_address(run)), asked, progress, _WORDS)
+    found = find_checkpoint(open_reachable(checkpoints_address(run)), asked, progress, _WORDS)
     if found is None:
         recipe, folder = shlex.quote(str(run / RECIPE_FILE)), shlex.quote(str(run))
         fix = f"armillary train --from-file {recipe} --run {folder}"

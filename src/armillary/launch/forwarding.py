@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from armillary.resilience.signals import heeded_signals
+
+_INSISTENT = (signal.SIGINT, signal.SIGTERM)
+"""What people send again when once was not enough; a shell may tell of a lost terminal twice."""
 _TRIES_BEFORE_KILL = 3
 
 
@@ -20,9 +23,9 @@ class Receiver(Protocol):
 
 
 class Forwarding:
-    """Hears SIGINT, SIGTERM and SIGUSR1 while entered; main thread only.
+    """Hears what asks a run to stop (`heeded_signals`) while entered; main thread only.
 
-    The third request to stop kills.
+    The third SIGINT or SIGTERM kills.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,7 @@ class Forwarding:
             self._ranks = ()
 
     def __enter__(self) -> Forwarding:
-        self._before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        self._before = {number: signal.signal(number, self._forward) for number in heeded_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +61,7 @@ class Forwarding:
         if not self._ranks:
             self._early.append(number)
             return
-        self._requests_to_stop += number != signal.SIGUSR1
+        self._requests_to_stop += number in _INSISTENT
         kill = self._requests_to_stop >= _TRIES_BEFORE_KILL
         for each in self._ranks:
             each.send(signal.SIGKILL if kill else number)

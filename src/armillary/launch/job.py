@@ -64,6 +64,10 @@ class Job(ABC):
     def submission(self, file: str) -> list[str]:
         """The command that hands the file over; empty where it is for people to run."""
 
+    def next_step(self, file: str) -> str:
+        """What to type once the file is there."""
+        return shlex.join(self.submission(file))
+
     @property
     def ranks(self) -> int:
         """Ranks on each machine."""

@@ -23,8 +23,9 @@ from typing import IO
 
 from armillary.foundation.errors import EXIT_INTERRUPTED, EXIT_RUN_ME_AGAIN, Problem, UserError
 from armillary.foundation.tell import WORDS_VARIABLE
-from armillary.launch.forwarding import FORWARDED, Forwarding
+from armillary.launch.forwarding import Forwarding
 from armillary.launch.place import Place
+from armillary.resilience.signals import STOP_SIGNALS
 
 _POLL_SECONDS = 0.02
 _SETTLE_SECONDS = 0.3
@@ -219,15 +220,20 @@ class _Rank:
     def how_it_ended(self) -> str:
         """The manner of its failure."""
         code = self.process.returncode
-        return (
-            f"died of {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        )
+        return f"died of {_name_of(-code)}" if code < 0 else f"failed with exit code {code}"
 
     def last_lines(self) -> str:
         """The end of its standard error; empty for rank 0, whose is the launcher's."""
         if self._listener is not None:
             self._listener.join(timeout=1.0)
         return b"".join(self._lines).decode(errors="replace").rstrip()
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 def _wait(ranks: list[_Rank], grace_seconds: float) -> _Rank | None:
@@ -285,7 +291,7 @@ def _begin(*, listens: bool) -> Callable[[], None]:
 
     def begin() -> None:
         if listens:
-            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if library is not None:
             library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
             if os.getppid() != launcher:  # killed before we asked

@@ -13,6 +13,27 @@ from armillary.launch.job import Job, a_word, exports, prepared, shown
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}\Z", re.ASCII)
 _LONGEST_WARNING = 65_535  # seconds, of --signal
+_WRITTEN = {
+    "job-name": "--name",
+    "nodes": "--nodes",
+    "ntasks": "--ranks-per-node",
+    "ntasks-per-node": "--ranks-per-node",
+    "gpus": "--gpus-per-node",
+    "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-node",
+    "exclusive": "--exclusive or --no-exclusive",
+    "time": "--time",
+    "signal": "--signal-seconds",
+    "requeue": "--max-requeues",
+    "no-requeue": "--max-requeues 0",
+    "open-mode": "",
+    "output": "--log",
+    "partition": "--partition",
+    "account": "--account",
+    "qos": "--qos",
+    "constraint": "--constraint",
+}
+"""Options of sbatch that the job writes itself or that gainsay one; and the option to use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +106,13 @@ class Slurm(Job):
             yield from a_word("sbatch", each)
             if not each[:1].isalpha():
                 yield Problem(f"--sbatch {each!r}", "NAME or NAME=VALUE, without dashes")
+            name = each.partition("=")[0]
+            if (instead := _WRITTEN.get(name)) is not None:
+                yield Problem(
+                    f"--sbatch {each}: the job says itself what {name} is",
+                    "options of sbatch that the job does not write",
+                    instead or "leave it out",
+                )
 
     def submission(self, file: str) -> list[str]:
         """See `Job.submission`."""

@@ -13,6 +13,9 @@ from armillary.launch.job import Job, a_word, exports, prepared
 _FOR_NEWCOMERS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, a machine that joins waits for an address that nobody leaves it (torch 2.13)."""
 
+_ASKS_FOR_HOST = """\
+meeting_host=${1:?where the machines meet: give the name of one of them, the same on each}"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torchrun(Job):
@@ -48,30 +51,37 @@ class Torchrun(Job):
         """See `Job.submission`."""
         return []
 
+    def next_step(self, file: str) -> str:
+        """See `Job.next_step`."""
+        typed = shlex.join(["bash", file])
+        if self.hosts:
+            return f"{typed}, on each of {', '.join(self.hosts)}"
+        return f"{typed} HOST, on each machine; HOST is where they meet, the same for all"
+
     def render(self) -> str:
         """See `Job.render`."""
-        first = self.hosts[0] if self.hosts else "HOST"
-        where = "each of " + ", ".join(self.hosts) if self.hosts else "each machine; HOST is one"
+        where = "each of " + ", ".join(self.hosts) if self.hosts else "each machine"
         lines = [
             "#!/bin/bash",
             f"# Written by `armillary launch torchrun`. Run this on {where}.",
             "# torchrun ends with 1 also when the run was stopped with its state saved (75): ask",
             f"# armillary runs show {shlex.quote(self.folder)} --json",
+            *([] if self.hosts else [_ASKS_FOR_HOST]),
             *exports(_FOR_NEWCOMERS | self.variables if self.min_nodes else self.variables),
-            *prepared(self.setup, f"exec {shlex.join(self._line(first))}"),
+            *prepared(self.setup, f"exec {self._line()}"),
         ]
         return "\n".join(lines) + "\n"
 
-    def _line(self, first: str) -> list[str]:
+    def _line(self) -> str:
         nodes = f"{self.min_nodes}:{self.nodes}" if self.min_nodes else str(self.nodes)
-        return [
-            "torchrun",
+        options = [
             f"--nnodes={nodes}",
             f"--nproc-per-node={self.ranks}",
             f"--max-restarts={self.max_restarts}",
             f"--rdzv-id={self.name}",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={first}:{self.port}",
-            *("-m", "--", "armillary", "train"),
-            *(*self.recipe, "--run", self.folder),
         ]
+        first = shlex.quote(self.hosts[0]) if self.hosts else '"$meeting_host"'
+        train = ["-m", "--", "armillary", "train", *self.recipe, "--run", self.folder]
+        meeting = f"--rdzv-endpoint={first}:{self.port}"
+        return f"torchrun {shlex.join(options)} {meeting} {shlex.join(train)}"

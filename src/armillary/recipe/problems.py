@@ -21,6 +21,7 @@ from armillary.recipe.problems_mesh import (
     too_few_ranks,
 )
 from armillary.recipe.problems_replicas import replica_problems
+from armillary.recipe.problems_scores import score_problems
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
@@ -76,6 +77,7 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
     if countable and not no_length:
         found += recipe.schedule.problems(budget.total_steps)
         found += _beyond(recipe)
+        found += score_problems(recipe)
     misfits = (
         rank_problems(recipe, world_size) if countable else recipe.parallel.problems(world_size)
     )

@@ -16,7 +16,12 @@ from filelock import FileLock, Timeout
 
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import write_atomically
-from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, EVENTS_FILE, RECIPE_FILE
+from armillary.foundation.run_folder import (
+    CHECKPOINTS_FOLDER,
+    EVENTS_FILE,
+    IDENTITY_FILE,
+    RECIPE_FILE,
+)
 
 LOCK_NAME = ".lock"
 HOLDER_NAME = ".lock-holder.json"
@@ -24,7 +29,7 @@ HOLDER_NAME = ".lock-holder.json"
 # What shows that a folder is a run's: both are written before its first step.
 _RUN_FILES = (RECIPE_FILE, EVENTS_FILE)
 # What a start leaves that ended before it wrote anything.
-_CLAIM_FILES = {LOCK_NAME, HOLDER_NAME, CHECKPOINTS_FOLDER}
+_CLAIM_FILES = {LOCK_NAME, HOLDER_NAME, CHECKPOINTS_FOLDER, IDENTITY_FILE}
 
 
 @dataclass(frozen=True, slots=True)

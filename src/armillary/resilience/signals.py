@@ -16,17 +16,32 @@ from typing import Any, Protocol
 from armillary.foundation.errors import EXIT_INTERRUPTED, EXIT_RUN_ME_AGAIN, Stopped
 from armillary.foundation.tell import tell
 
-__all__ = ["STOP_SIGNALS", "StopRequest", "Stopped", "ignore_stop_signals"]
+__all__ = ["STOP_SIGNALS", "StopRequest", "Stopped", "heeded_signals", "ignore_stop_signals"]
 
 STOP_SIGNALS = tuple(
-    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
 )
+_TERMINAL_IS_LOST = "SIGHUP"
 # A launcher and the terminal each pass on one Ctrl-C, so one press may arrive here twice.
 _SAME_PRESS_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 """How often a process that may leave by itself looks whether a peer was asked to stop."""
 _STDERR = 2
 _LOOK_AT_YOUR_WATCH = b"\0"  # to the listener; no signal has this number
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Those that ask this process to stop.
+
+    The loss of its terminal does not where that is ignored already, as `nohup` has it.
+    """
+    return [
+        each
+        for each in STOP_SIGNALS
+        if each.name != _TERMINAL_IS_LOST or signal.getsignal(each) != signal.SIG_IGN
+    ]
 
 
 class Peers(Protocol):
@@ -41,7 +56,7 @@ class Peers(Protocol):
 
 
 class StopRequest:
-    """Turns SIGINT, SIGTERM and SIGUSR1 into a flag, while entered; main thread only.
+    """Turns `heeded_signals` into a flag, while entered; main thread only.
 
         with StopRequest() as stop:
             for document in corpus:
@@ -127,7 +142,7 @@ class StopRequest:
             target=self._listen, args=(ours,), name="signals", daemon=True
         )
         self._thread.start()
-        for number in STOP_SIGNALS:
+        for number in heeded_signals():
             self._before[number] = signal.signal(number, self._receive)
         if hasattr(signal, "pthread_sigmask"):  # a launcher blocks them until somebody listens
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from armillary.foundation.errors import EXIT_FINISHED, EXIT_RUN_ME_AGAIN
@@ -65,7 +65,10 @@ class History:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     validations: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Latest `checkpoint` event by path."""
+    """Latest `checkpoint` event by name: a run may be moved, or be called by another path."""
+    resumable: tuple[int, str] = (0, "")
+    """Step and path of what the run would go on from, by its latest start and what was saved since;
+    0 and "" where that is nothing."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """`warning` and `error` events."""
     ranks: dict[str, Any] | None = None
@@ -87,13 +90,18 @@ class History:
         if kind == "start":
             self.start, self.stop = kept, None
             self.starts += 1
-            self._forget_after(kept["resumed_from"] or 0)
+            step = kept["resumed_from"] or 0
+            paths = (old["path"] for old in self.checkpoints.values() if old["step"] == step)
+            self.resumable = step, next(paths, "") if step else ""
+            self._forget_after(step)
         elif kind == "step":
             self.steps[kept["step"]] = kept
         elif kind == "validation":
             self.validations.append(kept)
         elif kind == "checkpoint":
-            self.checkpoints[kept["path"]] = kept
+            self.checkpoints[PurePosixPath(kept["path"]).name] = kept
+            if kept["state"] == "durable":
+                self.resumable = kept["step"], kept["path"]
         elif kind in ("warning", "error"):
             self.warnings.append(kept)
         elif kind == "ranks":

@@ -106,11 +106,8 @@ def _held_out(
     recipe: Recipe, store: TokenStore, *, limit: int, stride: int = 0
 ) -> dict[str, ValidationDataset]:
     """One set, or for a mixture one for each part; none where nothing is held out."""
-    if recipe.data.validation_fraction == 0:
-        return {}
-    names = ["validation"]
-    if len(store.validation) > 1:
-        names = [f"validation-{part}" for part in range(len(store.validation))]
+    names = recipe.data.held_out_names()
+    splits = store.validation if names else ()
     return {
         name: ValidationDataset(
             split,
@@ -119,7 +116,7 @@ def _held_out(
             limit=limit,
             source=store.fingerprint,
         )
-        for name, split in zip(names, store.validation, strict=True)
+        for name, split in zip(names, splits, strict=True)
     }
 
 

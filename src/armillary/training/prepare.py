@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from armillary.checkpoint.find import Found
 from armillary.checkpoint.manifest import step_names
+from armillary.checkpoint.places.open import require_reach
 from armillary.checkpoint.room import copies_needed, require_room
 from armillary.checkpoint.store import CheckpointStore
 from armillary.foundation.errors import UserError
 from armillary.foundation.progress import Progress
 from armillary.parallel.mesh import Mesh
+from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.recipe import Recipe
+from armillary.training import identity
 from armillary.training import resume as resuming
 from armillary.training.agreed_stop import AgreedStop
 from armillary.training.assembly import Assembly, assemble, open_data
@@ -68,6 +71,8 @@ class Preparation:
             Stopped: a stop was asked for before there was anything to save.
         """
         recipe, store, check = self._recipe, self._store, self._stop.request.check
+        self._ranks.on_main(lambda: require_reach(store.place))
+        run = self._ranks.on_main(self._identify)
         followed = self._ranks.on_main(
             lambda: resuming.followed_before(self._folder, store.place, self._resume, recipe)
         )
@@ -79,6 +84,8 @@ class Preparation:
         found = self._find(followed, interruptible)
         if found is not None:
             resuming.require_budget(found, recipe, store.place)
+        elif self._resume == "auto":
+            self._ranks.on_main(lambda: identity.require_nothing_lost(self._folder, store.place))
         self._stop.check()
         with self._progress.task("building the model"):
             assembly = assemble(recipe, self._mesh, data)
@@ -91,7 +98,13 @@ class Preparation:
         for note in beginning.notes:
             self._warn(0, note, hint="see checkpoint.partial")
         nothing_left = self._settle(assembly, found)
+        self._ranks.on_main(lambda: identity.remember(self._folder, run))
+        beginning = replace(beginning, run=run)
         return Prepared(assembly=assembly, beginning=beginning, nothing_left=nothing_left)
+
+    def _identify(self) -> str:
+        place, sha256 = self._store.place, recipe_sha256(self._recipe)
+        return identity.identify(self._folder, place, resume=self._resume, recipe_sha256=sha256)
 
     def _require_room(self, *, goes_on: bool) -> None:
         there = len(step_names(self._store.place)) if goes_on else 0

@@ -43,6 +43,8 @@ class Beginning:
     """Step of the checkpoint; None for a run that starts anew."""
     saved_step: int | None = None
     """The same, if it is one of the run's own, which need not be saved again."""
+    run: str | None = None
+    """The run's id, for its manifests; see `identity`."""
     notes: tuple[str, ...] = ()
     """What a partial load has left out, for people."""
 

@@ -310,6 +310,7 @@ class Session:
             manifest={
                 "recipe_sha256": self._recipe_sha256,
                 "provenance": self._beginning.provenance,
+                "run": self._beginning.run,
                 "mesh": self.assembly.mesh.axes,
                 "data_fingerprint": self.position.data_fingerprint,
                 "corpus_fingerprint": self.assembly.data.store.corpus_fingerprint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from armillary.checkpoint.places.open import is_remote
 from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.store import CheckpointStore
-from armillary.foundation.errors import EXIT_FINISHED, UserError
-from armillary.foundation.run_folder import checkpoints_address
+from armillary.foundation.errors import EXIT_FINISHED, Problem, UserError
+from armillary.foundation.run_folder import CHECKPOINTS_FOLDER, checkpoints_address
 from armillary.foundation.tell import seen_by_every_rank
 from armillary.kernels.host_memory import tune_host_allocator
 from armillary.parallel import flight_recorder, process
@@ -112,8 +113,18 @@ def _meet(
 
 def _claim(stack: ExitStack, recipe: Recipe, folder: Path) -> None:
     """Takes the folders of the run, until the stack is left."""
+    elsewhere = recipe.checkpoint.folder
+    is_local = elsewhere and not is_remote(elsewhere)
+    if is_local and os.path.realpath(elsewhere) == os.path.realpath(folder):
+        raise UserError(
+            Problem(
+                f"checkpoint.folder = {elsewhere} is the run folder itself",
+                "another folder; empty for RUN/checkpoints",
+                f"--checkpoint.folder {Path(elsewhere, CHECKPOINTS_FOLDER)}, or leave it out",
+            )
+        )
     stack.enter_context(claim_run(folder))
-    if (elsewhere := recipe.checkpoint.folder) and not is_remote(elsewhere):
+    if is_local:
         stack.enter_context(claim_checkpoints(Path(elsewhere)))
 
 

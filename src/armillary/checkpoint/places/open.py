@@ -12,6 +12,15 @@ from armillary.foundation.errors import Problem, UserError, nearest
 KINDS = ("s3", "gs", "az")
 """Kinds of object stores."""
 
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE (of `aws configure`), or the"
+    " role of this machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the account"
+    " of this machine",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
+}
+"""Where each kind's own library finds them."""
+
 
 def is_remote(address: str | Path) -> bool:
     """Whether an address is of an object store rather than a path."""
@@ -59,3 +68,42 @@ def open_place(address: str | Path, retry_seconds: float = 60) -> Place:
     if not parts.netloc or parts.fragment or ".." in parts.path.split("/"):
         raise UserError(Problem(f"{text} is not a folder of a bucket", "s3://bucket/folder"))
     return RemotePlace(text, retry_seconds=retry_seconds)
+
+
+def require_reach(place: Place) -> None:
+    """Asks an object store for a list of names: what keeps us out is told before work starts.
+
+    Raises:
+        UserError: it does not answer, or does not let us in.
+    """
+    if place.local is not None:
+        return
+    try:
+        place.names()
+    except OSError as error:
+        why = error.strerror or str(error)
+        found = _CREDENTIALS[place.address.partition("://")[0]]
+        raise UserError(
+            Problem(
+                f"{place.address} cannot be read: {why}",
+                "a store that answers, and credentials that it takes",
+                f"credentials from the environment: {found}",
+            )
+            if isinstance(error, PermissionError)
+            else Problem(
+                f"{place.address} cannot be read: {why}",
+                "a store that answers",
+                "look at its address and at the network",
+            )
+        ) from None
+
+
+def open_reachable(address: str | Path) -> Place:
+    """The place at an address, which has answered.
+
+    Raises:
+        UserError: as `open_place` and `require_reach`.
+    """
+    place = open_place(address)
+    require_reach(place)
+    return place
