@@ -94,10 +94,11 @@ def _live_and_die(zygote: Zygote, chain: Chain, draw: random.Random) -> None:
     processes = _start(zygote, chain.run, chain.ranks)
     # Some die before their first step: while they start, find the checkpoint or load it.
     if draw.random() < 0.9:
-        _await(lambda: _has_stepped(chain.run, size), processes)
+        wanted = draw.randint(1, 8)
+        _await(lambda: _steps_since(chain.run, size) >= wanted, processes)
         if in_save:
             _await(lambda: bool(_unfinished(chain.run)), processes)
-    time.sleep(draw.uniform(0.0, 0.008 if in_save else 0.3))
+    time.sleep(draw.uniform(0.0, 0.008 if in_save else 0.1))
     for process in [draw.choice(processes)] if alone else processes:
         process.send(9)
     codes = [process.wait(120) for process in processes]
@@ -144,13 +145,13 @@ def _size(run: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def _has_stepped(run: Path, size: int) -> bool:
-    """Whether the log tells of a step beyond its first `size` bytes."""
+def _steps_since(run: Path, size: int) -> int:
+    """How many steps the log tells of beyond its first `size` bytes."""
     if _size(run) <= size:
-        return False
+        return 0
     with (run / "events.jsonl").open("rb") as log:
         log.seek(size)
-        return b'"kind":"step"' in log.read()
+        return log.read().count(b'"kind":"step"')
 
 
 def _unfinished(run: Path) -> list[Path]:
