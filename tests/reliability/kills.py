@@ -89,11 +89,13 @@ def run_chain(zygote: Zygote, folder: Path, ranks: int, mode: str, kills: int) -
 
 def _live_and_die(zygote: Zygote, chain: Chain, draw: random.Random) -> None:
     """One life, from the command to its end by SIGKILL."""
-    in_save, alone = chain.kills % 2 == 0, chain.ranks > 1 and draw.random() < 0.3
-    size = _size(chain.run)
+    in_save, size = chain.kills % 2 == 0, _size(chain.run)
+    # Some die before their first step: while they start, find the checkpoint or load it. One alone
+    # would be waited for there, until its launcher ends the others; none is here.
+    steps = draw.random() < 0.9
+    alone = steps and chain.ranks > 1 and draw.random() < 0.3
     processes = _start(zygote, chain.run, chain.ranks)
-    # Some die before their first step: while they start, find the checkpoint or load it.
-    if draw.random() < 0.9:
+    if steps:
         wanted = draw.randint(1, 8)
         _await(lambda: _steps_since(chain.run, size) >= wanted, processes)
         if in_save:
