@@ -273,7 +273,9 @@ def test_work_of_another_thread_that_stands_still_is_noticed_while_training_goes
         free.set()
         thread.join()
     assert "checkpoint-20 stands still" in str(said[0]) and "saving step 20" in str(said[0])
-    assert thread.ident not in marks()
+    assert thread.ident is not None
+    left_over = marks().get(thread.ident)  # of an earlier thread: numbers are used again
+    assert left_over is None or not left_over.watched
 
 
 def test_who_looks_around_with_a_debugger_is_given_all_the_time(tmp_path: Path) -> None:
