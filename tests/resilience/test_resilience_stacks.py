@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +18,7 @@ from armillary.checkpoint.ranks import Ranks
 from armillary.resilience.watchdog_stacks import (
     Place,
     all_stacks,
+    is_debugged,
     native_frames,
     place_of,
     threads_waited_for,
@@ -107,3 +111,22 @@ def test_what_the_c_library_left_of_a_stuck_process_is_read(tmp_path: Path) -> N
         faulthandler.cancel_dump_traceback_later()
     assert "test_resilience_stacks.py" in native_frames(path.read_text())
     assert native_frames("") == ""
+
+
+@pytest.mark.parametrize(
+    "look", [place_of, is_debugged, threads_waited_for, lambda _: all_stacks()]
+)
+def test_a_look_keeps_no_frame_alive_whose_locals_may_be_tensors(
+    look: Callable[[int], object],
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        look(threading.get_ident())
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, FrameType)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

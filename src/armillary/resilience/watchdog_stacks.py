@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import linecache
 import re
@@ -45,11 +46,11 @@ class Place:
 
 def place_of(thread: int) -> Place | None:
     """Where the work of a thread is: in it, or in the thread of this process that it waits for."""
-    frames = sys._current_frames()
-    if thread not in frames:
-        return None
-    worker = _worker_of(thread, frames)
-    inner = list(_inner_first(frames[worker]))
+    with _frames_now() as frames:
+        if thread not in frames:
+            return None
+        worker = _worker_of(thread, frames)
+        inner = list(_inner_first(frames[worker]))
     while len(inner) > 1 and _in(inner[0], _PASSED_THROUGH):
         inner.pop(0)
     told = _own(inner)[:_FRAMES_TOLD]
@@ -62,44 +63,61 @@ def place_of(thread: int) -> Place | None:
 
 def is_debugged(thread: int) -> bool:
     """Whether somebody has halted it, with a debugger of Python, to look around in it."""
-    frame = sys._current_frames().get(thread)
-    return any(_in(each, _DEBUGGERS) for each in _inner_first(frame))
+    with _frames_now() as frames:
+        return any(_in(each, _DEBUGGERS) for each in _inner_first(frames.get(thread)))
 
 
 def threads_waited_for(thread: int) -> list[int]:
     """The other threads whose work a thread that waits inside its own process may wait for."""
-    frames = sys._current_frames()
-    if thread not in frames or not _is_idle(frames[thread]):
-        return []
-    for frame in _inner_first(frames[thread]):  # Thread.join says whom it waits for
-        joined = frame.f_locals.get("self")
-        if frame.f_code.co_name == "join" and isinstance(joined, threading.Thread):
-            return [joined.ident] if joined.ident in frames else []
-    names, main = _names(), threading.main_thread().ident  # which works for no other thread
-    return [
-        other
-        for other, frame in sorted(frames.items(), key=lambda each: names.get(each[0], "~"))
-        if other not in (thread, main)
-        and not names.get(other, "").startswith(OWN_THREADS)
-        and not _is_idle(frame)
-    ]
+    with _frames_now() as frames:
+        if thread not in frames or not _is_idle(frames[thread]):
+            return []
+        for frame in _inner_first(frames[thread]):  # Thread.join says whom it waits for
+            if frame.f_code.co_name != "join":
+                continue
+            joined = frame.f_locals.get("self")
+            if isinstance(joined, threading.Thread):
+                return [joined.ident] if joined.ident in frames else []
+        names, main = _names(), threading.main_thread().ident  # which works for no other thread
+        return [
+            other
+            for other, frame in sorted(frames.items(), key=lambda each: names.get(each[0], "~"))
+            if other not in (thread, main)
+            and not names.get(other, "").startswith(OWN_THREADS)
+            and not _is_idle(frame)
+        ]
 
 
 def all_stacks() -> str:
     """The Python stacks of all threads, the innermost call last, and how the collector stands."""
     names = _names()
-    frames = sys._current_frames()
     main = threading.main_thread().ident
     parts = []
-    for thread in sorted(frames, key=lambda each: (each != main, names.get(each, "~"))):
-        if names.get(thread, "").startswith(OWN_THREADS):
-            continue
-        lines = "".join(traceback.format_stack(frames[thread])).rstrip()
-        parts.append(f"thread {names.get(thread, 'made by native code')} ({thread}):\n{lines}\n")
+    with _frames_now() as frames:
+        for thread in sorted(frames, key=lambda each: (each != main, names.get(each, "~"))):
+            if names.get(thread, "").startswith(OWN_THREADS):
+                continue
+            lines = "".join(traceback.format_stack(frames[thread])).rstrip()
+            name = names.get(thread, "made by native code")
+            parts.append(f"thread {name} ({thread}):\n{lines}\n")
     counts = ", ".join(map(str, gc.get_count()))
     automatic = "on" if gc.isenabled() else "off"
     parts.append(f"garbage collection: automatic {automatic}, counts {counts}\n")
     return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def _frames_now() -> Iterator[dict[int, FrameType]]:
+    """The innermost frame of each thread, for as long as the context lasts.
+
+    This very frame is among them. Were they not let go of, that would be a cycle, and all locals of
+    all threads, tensors among them, would stay until the next collection of garbage.
+    """
+    frames = sys._current_frames()
+    try:
+        yield frames
+    finally:
+        frames.clear()
 
 
 def native_frames(text: str) -> str:
