@@ -113,7 +113,7 @@ def test_a_spike_is_told_from_noise_by_the_median_of_recent_healthy_steps() -> N
     limit = found[-1].limits[0]
     recent = torch.tensor(losses[-17:-1]).sort().values
     deviation = 1.4826 * (recent - recent[8]).abs().sort().values[8]
-    assert limit == pytest.approx(float(recent[8] + 6 * deviation), rel=1e-6)
+    assert limit == pytest.approx(float(recent[8] + 6 * deviation), rel=1e-12)
     assert judged(detector, 5.0).kind == SPIKING
     assert judged(detector, 3.0, norm=1.2).kind == SPIKING  # of norms that were all the same
     assert judged(detector, 3.0, norm=1.05).kind == HEALTHY  # within a percent, six times
