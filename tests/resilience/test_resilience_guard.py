@@ -111,7 +111,7 @@ def test_a_spike_is_told_from_noise_by_the_median_of_recent_healthy_steps() -> N
     assert not any(health.skipped for health in found)
     assert all(math.isnan(health.limits[0]) for health in found[:16])  # too few to tell
     limit = found[-1].limits[0]
-    recent = torch.tensor(losses[-17:-1]).sort().values
+    recent = torch.tensor(losses[-17:-1], dtype=torch.float64).sort().values
     deviation = 1.4826 * (recent - recent[8]).abs().sort().values[8]
     assert limit == pytest.approx(float(recent[8] + 6 * deviation), rel=1e-12)
     assert judged(detector, 5.0).kind == SPIKING
