@@ -2,9 +2,10 @@
 
 `Stager.stage` returns at once. Forward and backward passes only read weights and optimizer state,
 so they may run while the copy is made; whoever changes them first calls `Staging.wait`. What lies
-in host memory is copied by the thread that writes the checkpoint, as soon as it asks for `pieces`,
-or by the one that waits, if that comes first. What lies on a CUDA device is copied by a stream of
-its own into pinned memory, and `wait` makes the stream of training wait for it, not the host.
+in host memory is looked through and copied by the thread that writes the checkpoint, as soon as it
+asks for `pieces`, or by the one that waits, if that comes first. What lies on a CUDA device is
+copied by a stream of its own into pinned memory, and `wait` makes the stream of training wait for
+it, not the host.
 
 Buffers are kept from save to save: memory is taken once, and pinning it, which is slow, is done
 once.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,18 +28,15 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
 class Staging:
     """One copy, perhaps still to be made. Made by `Stager`."""
 
-    def __init__(self, sources: Sequence[Piece], stager: Stager) -> None:
-        self._here = [piece for piece in sources if not piece.data.is_cuda]
+    def __init__(self, sources: Iterable[Piece], stager: Stager) -> None:
+        self._here = sources
         self._stager = stager
         self._lock = threading.Lock()
         self._copies: list[Piece] = []
         self._failure: Exception | None = None
         self._copied: list[torch.cuda.Event] = []
-        try:
-            if on_device := [piece for piece in sources if piece.data.is_cuda]:
-                self._copy_from_device(on_device)
-        except Exception as error:
-            self._failure = error
+        if torch.cuda.is_initialized():  # else nothing lies there, and looking can wait
+            self._copy_from_device()
 
     def wait(self) -> None:
         """After this, the tensors may be changed. Never raises: `pieces` tells what went wrong."""
@@ -69,19 +67,29 @@ class Staging:
         with self._lock:
             if self._copies:
                 self._stager._take_back(self._copies)
-            self._copies, self._here = [], []
+            self._copies, self._here = [], ()
 
     def _copy_here(self) -> None:
         """Copies what is left to copy; a second thread waits for the first."""
         with self._lock:
-            left, self._here = self._here, []
+            left, self._here = self._here, ()
             try:
                 for piece in left:
                     self._buffer(piece).copy_(piece.data)
             except Exception as error:
                 self._failure = error
 
-    def _copy_from_device(self, pieces: list[Piece]) -> None:
+    def _copy_from_device(self) -> None:
+        """What lies on the device; what does not is left to copy."""
+        try:
+            pieces = list(self._here)
+            self._here = [piece for piece in pieces if not piece.data.is_cuda]
+            if on_device := [piece for piece in pieces if piece.data.is_cuda]:
+                self._queue_copies(on_device)
+        except Exception as error:
+            self._failure, self._here = error, ()
+
+    def _queue_copies(self, pieces: Sequence[Piece]) -> None:
         """Queues the copies behind what training has queued so far, beside what it queues next."""
         stream = self._stager.stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -106,8 +114,8 @@ class Stager:
         self._spare: dict[Key, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def stage(self, pieces: Sequence[Piece]) -> Staging:
-        """Begins a copy.
+    def stage(self, pieces: Iterable[Piece]) -> Staging:
+        """Begins a copy of pieces, which may be found out by another thread.
 
         A copy before it that was not released yet keeps its memory, so there are two then.
         """

@@ -29,7 +29,7 @@ from armillary.checkpoint.tensors import (
     Differences,
     Stored,
     flatten,
-    pieces_of,
+    pieces_in,
 )
 from armillary.checkpoint.writing import OnStage, Patience, Save, Writer
 from armillary.foundation.errors import Problem, RunError
@@ -44,6 +44,7 @@ _REQUEST_SECONDS = 30.0
 """How long one request to an object store is tried again before the whole save is."""
 
 _GLANCE_SECONDS = 0.2
+_YIELD_SECONDS = 1e-3
 
 
 class CheckpointStore:
@@ -155,11 +156,11 @@ class CheckpointStore:
         # Through JSON now: the caller's objects may change before the thread writes them.
         kind = "final" if final else self.config.kind_of(step)
         extra = json.loads(json.dumps({**(manifest or {}), "kind": kind}))
-        live = pieces_of(flatten(tensors))
+        live = pieces_in(tensors)
         self._staging = self._stager.stage(live) if self.config.asynchronous else None
         save = Save(
             step=step,
-            live=() if self._staging else live,
+            live=() if self._staging else tuple(live),
             staging=self._staging,
             scalars=json.loads(json.dumps(dict(scalars), allow_nan=False)),
             rng=rng,
@@ -275,9 +276,14 @@ class CheckpointStore:
             return
         # A daemon: when a peer has died, nothing may keep this process from ending.
         self._thread = threading.Thread(
-            target=self._run, args=(save,), name=f"checkpoint-{save.step}", daemon=True
+            target=self._run_beside, args=(save,), name=f"checkpoint-{save.step}", daemon=True
         )
         self._thread.start()
+
+    def _run_beside(self, save: Save) -> None:
+        """`_run`, once training has had the interpreter long enough to launch its next work."""
+        time.sleep(_YIELD_SECONDS)
+        self._run(save)
 
     def _settle(self) -> None:
         """Brings the save in flight to its end: one that fails is not tried again."""

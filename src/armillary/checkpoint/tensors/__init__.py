@@ -10,7 +10,7 @@ match   whether a checkpoint and a model have the same tensors
 
 from armillary.checkpoint.tensors.index import INDEX_NAME, Stored, logical_bytes, stored_tensors
 from armillary.checkpoint.tensors.match import Differences, compare, held_by_all, require_match
-from armillary.checkpoint.tensors.pieces import Piece, digest, flatten, pieces_of
+from armillary.checkpoint.tensors.pieces import Piece, digest, flatten, pieces_in, pieces_of
 from armillary.checkpoint.tensors.plan import Planner
 from armillary.checkpoint.tensors.read import read_tensor, read_tensors
 from armillary.checkpoint.tensors.write import write_tensors
@@ -26,6 +26,7 @@ __all__ = [
     "flatten",
     "held_by_all",
     "logical_bytes",
+    "pieces_in",
     "pieces_of",
     "read_tensor",
     "read_tensors",

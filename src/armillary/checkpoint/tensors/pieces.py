@@ -53,6 +53,11 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     return [_piece(name, tensor) for name, tensor in tensors.items()]
 
 
+def pieces_in(tensors: Mapping[str, Any]) -> Iterator[Piece]:
+    """The same of nested dictionaries; nothing is looked at before the first one is asked for."""
+    yield from pieces_of(flatten(tensors))
+
+
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor's values in order of rows, little at a time."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
