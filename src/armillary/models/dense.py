@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from armillary.foundation.divisors import divisors, listed
 from armillary.foundation.errors import Problem
 from armillary.models.config import ModelConfig
 from armillary.models.rope_scaling import Llama31RopeScaling
@@ -201,9 +202,8 @@ class DenseDecoder(ModelConfig):
         if min(self.dim, heads, kv_heads) < 1:
             return found  # reported as sizes
         if heads % kv_heads:
-            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             message = f"model.n_kv_heads = {kv_heads} does not divide model.n_heads = {heads}"
-            found.append(Problem(message, divisors, f"--model.n-kv-heads {heads}"))
+            found.append(Problem(message, listed(divisors(heads)), f"--model.n-kv-heads {heads}"))
         if self.head_dim is None and self.dim % heads:
             message = f"model.n_heads = {heads} does not divide model.dim = {self.dim}"
             fix = f"--model.dim {(self.dim // heads + 1) * heads}, or set --model.head-dim"

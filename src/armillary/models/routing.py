@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from armillary.foundation.divisors import divisors, listed
 from armillary.foundation.errors import Problem
 
 
@@ -51,9 +52,9 @@ class RouterConfig:
         if self.n_groups < 1 or n_experts < 1:
             return found
         if n_experts % self.n_groups:
-            divisors = ", ".join(str(n) for n in range(1, n_experts + 1) if n_experts % n == 0)
             message = f"model.router.n_groups = {self.n_groups} does not divide the experts"
-            found.append(Problem(f"{message}, model.n_experts = {n_experts}", divisors))
+            allowed = listed(divisors(n_experts))
+            found.append(Problem(f"{message}, model.n_experts = {n_experts}", allowed))
             return found
         per_group = n_experts // self.n_groups
         least = -(-n_active // per_group)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from armillary.foundation.divisors import divisors, listed
 from armillary.foundation.errors import Problem, UserError, nearest
 from armillary.parallel import schedules
 from armillary.parallel.grid import DENSE_AXES
@@ -50,22 +51,11 @@ def option(field: str) -> str:
     return f"--parallel.{field.replace('_', '-')}"
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
 def closest(wanted: int, allowed: Sequence[int]) -> int:
     """The allowed value nearest by ratio; of two as near, the larger."""
     # No quotient of the two: numbers of hundreds of digits have logarithms, but no ratio.
     of_wanted = math.log(max(1, wanted))
     return min(allowed, key=lambda value: (round(abs(math.log(value) - of_wanted), 12), -value))
-
-
-def listed(values: Iterable[int]) -> str:
-    """Numbers as they are shown to people."""
-    return ", ".join(map(str, values))
 
 
 def count_of_ranks(number: int) -> str:

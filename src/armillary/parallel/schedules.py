@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from armillary.foundation.divisors import divisors
 from armillary.foundation.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -136,8 +137,7 @@ def rows_at_once(parallel: Parallel, share: int, wanted: int = 0) -> int:
     """
     if wanted or share < 1:
         return wanted or share
-    counts = (many for many in range(1, share + 1) if share % many == 0)
-    return share // next((many for many in counts if takes(parallel, many)), 1)
+    return share // next((many for many in divisors(share) if takes(parallel, many)), 1)
 
 
 @dataclass(frozen=True, slots=True)

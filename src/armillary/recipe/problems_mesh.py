@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from math import lcm, prod
 from typing import Any
 
+from armillary.foundation.divisors import divisors, listed
 from armillary.foundation.errors import Problem
 from armillary.parallel.arrangement import (
     arrangement_problems,
     closest,
     count_of_ranks,
-    divisors,
-    listed,
     option,
 )
 from armillary.parallel.config import Parallel, Scale
