@@ -63,13 +63,13 @@ def write_mixed_corpus(folder: Path, *, texts: int = 2_000) -> Path:
 BUILD = """
 import sys
 from contextlib import contextmanager
-import armillary.data.corpus as corpus
+import armillary.data.files as files
 import armillary.data.pieces as pieces
 from armillary.data.config import Bpe, Bytes, Data, JsonLines, Mixture, Part, Text
 from armillary.data.store import build
 
 folder, cache, workers, stop_at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-pieces.PIECE_BYTES, corpus.SOURCE_BYTES = 20_000, 3_000
+pieces.PIECE_BYTES, files.SOURCE_BYTES = 20_000, 3_000
 ticks = 0
 
 class Ticks:

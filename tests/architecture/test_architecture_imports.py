@@ -20,7 +20,7 @@ LINES = [
     {"inference"},  # a run ends with a sample of what was learned
     {"recipe", "recipes"},
     {"resilience", "checkpoint", "parallel"},
-    {"tasks"},  # a task reads the batches that data makes
+    {"tasks", "evaluation"},  # a task reads the batches that data makes
     {"data", "optim", "precision", "telemetry"},
     {"models"},
     {"kernels"},
@@ -93,7 +93,7 @@ def test_configuration_and_launch_load_no_torch() -> None:
     modules = [
         "parallel", "precision", "launch.local", "foundation.errors", "foundation.machine",
         "data.config", "optim.adamw", "optim.muon", "optim.schedule", "tasks.next_token",
-        "telemetry.config", "models", "recipe",
+        "evaluation.config", "telemetry.config", "models", "recipe",
     ]  # fmt: skip
     imports = "".join(f"import armillary.{module}\n" for module in modules)
     code = f"import sys\n{imports}assert 'torch' not in sys.modules"

@@ -7,15 +7,13 @@ import json
 import os
 import pickle
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data import corpus as corpus_module
+from armillary.data import files as files_module
 from armillary.data.config import (
     HuggingFace,
     JsonLines,
@@ -118,7 +116,7 @@ def test_json_lines_are_the_same_documents_wherever_the_file_is_cut(
     whole = read(corpus)
     assert len(whole) == len(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "SOURCE_BYTES", step)
+        patch.setattr(files_module, "SOURCE_BYTES", step)
         assert len(corpus.sources()) == max(1, -(-file.stat().st_size // step))
         assert read(corpus) == whole
 
@@ -132,7 +130,7 @@ def test_compressed_json_lines_are_the_same_documents(tmp_path: Path) -> None:
     assert plain == [("a.jsonl@0", "one"), ("a.jsonl@17", "é two")]
     assert [text for _, text in packed] == [text for _, text in plain]
     (tmp_path / "c.gz").write_bytes(gzip.compress(content)[:-9])
-    assert "c.gz: not a whole gzip file" in problems(JsonLines(files=(f"{tmp_path}/c.gz",)))[-1]
+    assert "c.gz: not a whole .gz file" in problems(JsonLines(files=(f"{tmp_path}/c.gz",)))[-1]
     (tmp_path / "d.gz").write_bytes(content)
     assert "Not a gzipped file" in problems(JsonLines(files=(f"{tmp_path}/d.gz",)))[0]
 
@@ -140,7 +138,7 @@ def test_compressed_json_lines_are_the_same_documents(tmp_path: Path) -> None:
 def test_every_broken_line_is_named_by_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "SOURCE_BYTES", 20)
+    monkeypatch.setattr(files_module, "SOURCE_BYTES", 20)
     file = tmp_path / "x.jsonl"
     file.write_bytes(
         b'{"text": "fine"}\n{"text": "cut\n[1]\n{"txet": "a", "id": 1}\n{"text": null}\n'
@@ -149,7 +147,7 @@ def test_every_broken_line_is_named_by_file_and_line(
     found = problems(JsonLines(files=(str(file),)))
     assert [message.splitlines()[0].removeprefix(f"error: {file}") for message in found] == [
         ":2 is not JSON: Unterminated string starting at: line 1 column 10 (char 9)",
-        ":3 is a JSON list",
+        ":3 is a JSON array",
         ":4 has no field 'text'",
         ":5: field 'text' is a JSON null",
         ":6: character 0 is half of a surrogate pair",
@@ -185,48 +183,7 @@ def test_parquet_rows_are_documents_by_row_group(tmp_path: Path) -> None:
     assert "u.parquet is not a Parquet file" in str(caught.value)
 
 
-class Rows(list[dict[str, Any]]):
-    """As much of a Hugging Face data set as is used."""
-
-    column_names = ("text", "id")
-    _fingerprint = "abc"
-
-    def select_columns(self, names: list[str]) -> Rows:
-        assert names == ["text"]
-        chosen = Rows(self)
-        chosen.column_names = ("text",)
-        return chosen
-
-    def __getitem__(self, key: Any) -> Any:
-        assert self.column_names == ("text",), "every column would be decoded"
-        return {"text": [row["text"] for row in list(self)[key]]}
-
-
-def test_rows_of_a_hub_data_set_are_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    fake = types.ModuleType("datasets")
-
-    def load_dataset(name: str, config: str | None, split: str) -> Rows:
-        asked.append((name, config, split))
-        if name == "no/such":
-            raise ValueError("unknown")
-        return Rows({"text": f"row {index}"} for index in range(2_500))
-
-    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    corpus = HuggingFace(name="a/b", config="en")
-    documents = read(corpus)
-    assert documents[1_999] == ("train:1999", "row 1999")
-    assert len(documents) == 2_500
-    assert len(corpus.sources()) == 3
-    assert set(asked) == {("a/b", "en", "train")}
-    for wrong, message in (
-        (HuggingFace(), "data.corpus.name is empty"),
-        (HuggingFace(name="no/such"), "cannot load no/such"),
-        (HuggingFace(name="a/b", column="body"), "allowed: text, id"),
-    ):
-        with pytest.raises(UserError, match=message):
-            wrong.sources()
+def test_missing_libraries_are_named_by_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"armillary\[hub\]"):
         HuggingFace(name="c/d").sources()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.packing import BestFit, Concatenate, Packing, PieceRows
+from armillary.data.packing import BestFit, Concatenate, Packing, PieceRows, WholeDocuments
 from armillary.data.placement import place_best_fit
 from armillary.foundation.component import choices_of
 from armillary.foundation.errors import UserError
@@ -135,4 +135,8 @@ def test_a_corpus_without_one_sample_is_refused_with_its_numbers(config) -> None
 def test_packings_can_be_chosen_by_name() -> None:
     from armillary.data.packing import PackingConfig
 
-    assert choices_of(PackingConfig) == {"concatenate": Concatenate, "best-fit": BestFit}
+    assert choices_of(PackingConfig) == {
+        "concatenate": Concatenate,
+        "best-fit": BestFit,
+        "whole-documents": WholeDocuments,
+    }

@@ -170,7 +170,7 @@ def test_the_command_prints_the_texts_of_the_model(
         (["--prompt", "\udcff"], "is not UTF-8 text"),
         (["--step", "7"], "no checkpoint of step 7"),
         (["--max-new-tokens", "many"], "invalid int value"),
-        (["--promt", "x"], "unrecognized arguments"),
+        (["--promt", "x"], "there is no --promt"),
     ],
 )
 def test_wrong_input_ends_with_code_2_and_harms_nothing(

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from armillary.models.config import ModelConfig
 from armillary.models.deepseek import deepseek
+from armillary.models.layers.low_rank import is_factor
 from armillary.models.llama import Llama, llama3
+from armillary.models.tuning.config import LoRA
 from armillary.optim.adamw import AdamW
 from armillary.optim.muon import Muon
 from armillary.parallel import Parallel, Scale
@@ -237,3 +239,15 @@ def test_the_books_of_405b_need_less_than_2_gigabytes() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stderr.splitlines()[-1]) < 2 * 2**20  # KiB
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
+    parallel = Parallel(dp_shard=2, tp=2)
+    books = Account(TINY, parallel, AdamW(), 4, tuning=LoRA(rank=4))
+    for rank in range(4):
+        held = books.rank(rank)
+        trained = sum(each.elements for each in held.parameters if is_factor(each.name))
+        assert 0 < trained < held.elements
+        assert held.bytes == {
+            "parameters": 4 * held.elements, "gradients": 4 * trained, "optimizer": 8 * trained,
+        }  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ class Stub(nn.Linear):
     """As much of a `ParallelModel` as sums and outer steps look at."""
 
     counts: Tensor | None = None
+    whole = SimpleNamespace(frozen=frozenset())
 
     def take_counts(self) -> Tensor | None:
         """See `ParallelModel`."""
@@ -211,6 +213,32 @@ def mean_of_two() -> float:
 
 def test_local_sgd_is_the_mean_of_the_weights() -> None:
     assert run_ranks(mean_of_two, 2) == [1.5, 1.5]
+
+
+def mean_of_what_is_trained(mode: DiLoCo | None) -> tuple[float, float]:
+    """Weight and bias of two groups, of which the bias is frozen."""
+    link, store = linked()
+    model = Stub(1, 1)
+    model.whole = SimpleNamespace(frozen=frozenset({"bias"}))
+    torch.nn.init.constant_(model.weight, 1.0)
+    torch.nn.init.constant_(model.bias, 5.0)
+    replicas = Replicas() if mode is None else Replicas(lighthouse="h:1", mode=mode)
+    outer = build_outer(replicas, model)  # type: ignore[arg-type]
+    assert not any(name.endswith(".bias") for name in outer.state())
+    with torch.no_grad():
+        model.weight.add_(float(dist.get_rank()))
+        model.bias.add_(float(dist.get_rank()))  # what nobody does: a mean would show
+    means = outer.mean(link, 1.0)
+    assert [each.shape for each in means] == [model.weight.shape]
+    outer.apply(means)
+    dist.barrier()
+    del store
+    return float(model.weight), float(model.bias)
+
+
+@pytest.mark.parametrize("mode", [None, DiLoCo(lr=1.0, momentum=0.0)], ids=("local", "diloco"))
+def test_frozen_weights_are_neither_sent_nor_changed_nor_remembered(mode: DiLoCo | None) -> None:
+    assert run_ranks(mean_of_what_is_trained, 2, mode) == [(1.5, 5.0), (1.5, 6.0)]
 
 
 def only(make: Callable[[], str]) -> str:

@@ -29,11 +29,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from armillary.cli import main as cli
 from reliability.fuzz_inputs import of_bytes
-from reliability.fuzz_targets import KINDS, TARGETS, Target
+from reliability.fuzz_target import Target
+from reliability.fuzz_targets import KINDS, TARGETS
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MOVES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 _NEVER = ("pickle.find_class", "os.system", "subprocess.Popen", "socket.connect", "exec", "os.exec")
+_LONG_SECONDS = 120
+"""For one input: it hangs, or nearly so."""
 _SAID = 12
 """Failures that are kept and told; there may be thousands of one kind."""
 
@@ -91,9 +94,15 @@ class Watch:
 
     @staticmethod
     def _is_ours(arguments: tuple[object, ...]) -> bool:
-        """Code of an installed module that is imported only now, or of a dataclass being made."""
+        """Code of an installed module that is imported only now, or of a dataclass being made.
+
+        And of a chat template, which Jinja compiles for its sandbox, as it does the places of its
+        errors: what they reach is watched.
+        """
         file = getattr(arguments[0], "co_filename", "")
-        return file == "<string>" or file.startswith(("<frozen", sys.prefix, sys.base_prefix))
+        return file in ("<string>", "<template>", "<unknown>") or file.startswith(
+            ("<frozen", sys.prefix, sys.base_prefix)
+        )
 
 
 def fuzz(inputs: int, seed: int, keep: Path, watch: Watch) -> dict[str, Outcome]:
@@ -166,6 +175,7 @@ def _damaged(valid: dict[Path, bytes], path: Path, draw: Random) -> bytes:
 
 def _read(target: Target, folder: Path, outcome: Outcome) -> str:
     """Why it failed; empty if it was read or refused in words."""
+    began = time.monotonic()
     try:
         target.read(folder)
         outcome.read += 1
@@ -176,7 +186,8 @@ def _read(target: Target, folder: Path, outcome: Outcome) -> str:
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error!s:.200} ({where.filename}:{where.lineno})"
-    return ""
+    seconds = time.monotonic() - began
+    return f"it took {seconds:.0f} s" if seconds > _LONG_SECONDS else ""
 
 
 def _restore(valid: dict[Path, bytes], folder: Path) -> None:

@@ -26,6 +26,20 @@ LITERALS = (
 )
 """Values of TOML, some of them none."""
 
+SNIPPETS = (
+    *("{{ ", " }}", "{% for m in messages %}", "{% for i in range(9999) %}", "{% endfor %}"),
+    *("{% if m %}", "{% endif %}", "{% set x = messages %}", "{% set m.x = 1 %}", "{% break %}"),
+    *("{% generation %}", "{% endgeneration %}", "{% raw %}", "{% macro f(x) %}", "{% endmacro %}"),
+    *("{{ f(f) }}", "{{ self }}", "{% include 'a.jsonl' %}", "{% import 'os' as os %}", "{#"),
+    *(" | batch(99999999, 'x')", " | round(99999999, 'floor')", " | sum(start=[])", " | tojson"),
+    *(" | int(base=16)", " | list", " | map('batch', 99999999)", " | replace('', 'aaaa')", "[1:]"),
+    *(" * 99999999", " ** 99999999", " ~ messages", " % messages", ".join(messages)", "[::-1]"),
+    *(".__class__.__mro__", ".format(messages)", ".__globals__", "['__class__']", " in messages"),
+    *("\ufdd0", "'\\ufdd0\\U000f0000'", "'\\ufdd1'", "'\\ufdd2'", "<|eos|>", "<|e", "os|>"),
+    *("{{ raise_exception('no') }}", "{{ strftime_now('%Y' * 99) }}", "{{ namespace(x=1) }}"),
+)
+"""What templates are made of, and what they must not come to."""
+
 _DEEP = 3_000
 
 
@@ -107,6 +121,17 @@ def of_toml(data: bytes, draw: Random) -> bytes:
                 lines[at] = f"{name}={value}"
         lines = lines or [""]
     return "\n".join(lines).encode()
+
+
+def of_template(data: bytes, draw: Random) -> bytes:
+    """A chat template with pieces of others put into it, some of them hostile, or left out."""
+    text = data.decode()
+    for _ in range(draw.randint(1, 4)):
+        borders = [found.start() for found in re.finditer(r"\b|(?<=})|(?={)", text)] or [0]
+        at, end = draw.choice(borders), draw.choice(borders)
+        put = draw.choice(SNIPPETS)
+        text = text[:at] + put + (text[end:] if at <= end and draw.random() < 0.2 else text[at:])
+    return text.encode("utf-8", "surrogatepass")
 
 
 def of_safetensors(data: bytes, draw: Random) -> bytes:

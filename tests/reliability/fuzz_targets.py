@@ -11,11 +11,10 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-import tokenizers
 import torch
 
 from armillary.checkpoint import rng
@@ -26,12 +25,7 @@ from armillary.checkpoint.retention import read_pins, write_pins
 from armillary.checkpoint.store import CheckpointStore
 from armillary.checkpoint.tensors import flatten, stored_tensors
 from armillary.cli import main as cli
-from armillary.data.build import build
-from armillary.data.token_store import open_store
-from armillary.data.token_store import verify as verify_tokens
-from armillary.data.tokenizer import load_tokenizer, save_tokenizer
-from armillary.data.tokenizer_subword import SubwordTokenizer
-from armillary.foundation.errors import EXIT_FINISHED, ArmillaryError, Problem, RunError
+from armillary.foundation.errors import EXIT_FINISHED, Problem, RunError
 from armillary.foundation.run_folder import checkpoints_address
 from armillary.parallel.schedules import read_table
 from armillary.recipe.overrides import apply
@@ -50,8 +44,9 @@ from armillary.resilience.guard_dump import (
 from armillary.training.resume import followed_before, remember_followed
 from armillary.training.state import Position
 from reliability import fuzz_inputs
+from reliability.fuzz_data import DATA_TARGETS
+from reliability.fuzz_target import Target
 from telemetry_examples import start, step, validation
-from tiny_runs import tiny_recipe, write_corpus
 
 Mutate = Callable[[bytes, Random], bytes]
 
@@ -61,30 +56,11 @@ KINDS: dict[str, Mutate] = {
     ".toml": fuzz_inputs.of_toml,
     ".safetensors": fuzz_inputs.of_safetensors,
     ".npy": fuzz_inputs.of_array,
+    ".jinja": fuzz_inputs.of_template,
 }
 """Changes of structure, by what a file's name ends with."""
 
 STEP = "step-00000004"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One kind of file."""
-
-    name: str
-    """For people."""
-    share: int
-    """Of 100 inputs, how many it gets."""
-    files: tuple[str, ...]
-    """Files of its folder that are damaged, one at a time."""
-    make: Callable[[Path], object]
-    """Fills an empty folder."""
-    read: Callable[[Path], object]
-    """Reads it."""
-    documented: tuple[type[Exception], ...] = (ArmillaryError,)
-    """What reading may raise."""
-    repair: Callable[[Path, str, Random], None] | None = None
-    """Makes checksums right again, so that what they protect is reached too."""
 
 
 TENSORS = {"model": {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}}
@@ -163,34 +139,6 @@ def read_events(folder: Path) -> None:
             raise RunError(Problem("refused in words"))
 
 
-def make_tokens(folder: Path) -> None:
-    """A token store, and where it is."""
-    recipe = tiny_recipe(folder, steps=1)
-    write_corpus(folder, documents=20)
-    store = build(recipe.data)
-    store.folder.rename(folder / "store")
-
-
-def read_tokens(folder: Path) -> None:
-    """Verified, opened, and some of it read."""
-    verify_tokens(folder / "store")
-    store = open_store(folder / "store")
-    load_tokenizer(folder / "store" / "tokenizer")
-    for split in (*store.train, *store.validation):
-        for document in range(min(3, split.n_documents)):
-            split.document(document)
-
-
-def make_tokenizer(folder: Path) -> None:
-    """A small byte-pair encoding."""
-    parsed = tokenizers.Tokenizer(tokenizers.models.BPE())
-    parsed.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    parsed.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, show_progress=False)
-    parsed.train_from_iterator(["hello there, hello again"], trainer)
-    save_tokenizer(SubwordTokenizer(parsed, None, None), folder)
-
-
 def make_replay(folder: Path) -> None:
     """The dump of a bad step."""
     from armillary.data.batch import Batch
@@ -246,11 +194,10 @@ CHECKPOINT = (
     *("manifest.json", "manifest.json", "tensors.json", "tensors.json"),
     *("rank-00000.safetensors", "state.json", "rng-00000.json"),
 )
-NUMPY = ("tokens.npy", "offsets.npy", "bytes.npy", "id_offsets.npy", "ids.txt")
 TARGETS = (
     Target(
         name="checkpoints: manifest, index, tensors, scalars, random states",
-        share=34,
+        share=31,
         files=tuple(f"{STEP}/{name}" for name in CHECKPOINT),
         make=make_checkpoint,
         read=read_checkpoint,
@@ -275,25 +222,7 @@ TARGETS = (
         read=read_recipe,
     ),
     Target(
-        name="event logs", share=24, files=("events.jsonl",), make=make_events, read=read_events
-    ),
-    Target(
-        name="token stores: manifest, arrays, tokenizer",
-        share=10,
-        files=(
-            *("store/manifest.json", "store/manifest.json"),
-            "store/tokenizer/armillary_tokenizer.json",
-            *(f"store/part-0/train/{name}" for name in NUMPY),
-        ),
-        make=make_tokens,
-        read=read_tokens,
-    ),
-    Target(
-        name="tokenizers",
-        share=4,
-        files=("tokenizer.json", "tokenizer.json", "armillary_tokenizer.json"),
-        make=make_tokenizer,
-        read=lambda folder: load_tokenizer(folder).encode("hello there"),
+        name="event logs", share=16, files=("events.jsonl",), make=make_events, read=read_events
     ),
     Target(
         name="dumps of bad steps",
@@ -316,5 +245,6 @@ TARGETS = (
         make=make_table,
         read=lambda folder: read_table(str(folder / "table.csv")),
     ),
+    *DATA_TARGETS,
 )
 assert sum(target.share for target in TARGETS) == 100

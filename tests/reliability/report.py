@@ -21,6 +21,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 TRIALS = {
     "kills": "SIGKILL at random moments",
+    "stages": "SIGKILL in a run with stages",
     "stops": "A polite stop in every phase",
     "corruption": "Damage to every kind of file",
     "faults": "Disks and stores that fail",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from guarded_runs import (
     saved_steps,
 )
 
+from armillary.checkpoint.hugging_face.config import Initial
 from armillary.cli.main import main
 from armillary.foundation.errors import RunError
 from armillary.foundation.progress import NoProgress
@@ -117,6 +119,19 @@ def test_replay_names_the_module_and_tells_a_fault_of_the_machine(
     assert main(["replay", str(tmp_path / "run"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["repeated"]["modules"] == {"0": "layers.0.feed_forward"}
+
+
+def test_a_step_after_first_weights_of_another_run_is_repeated_from_these(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = recipe_in(tmp_path)
+    assert run(recipe, tmp_path / "whole") == 0
+    bad = tuple(steps_of(tmp_path / "whole")[0]["sample_ids"][-1:])
+    begun = replace(recipe, initial=Initial(weights=str(tmp_path / "whole")))
+    stopping = poisoned(begun, bad, Stop())
+    with pytest.raises(RunError, match="at step 1"):
+        run(stopping, tmp_path / "run")
+    facts = replay(stopping, tmp_path / "run", step=None, progress=NoProgress())
+    assert facts.reproduced and facts.bitwise and facts.begun_at == 0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from armillary.foundation.errors import UserError
 from armillary.recipe.budget import Sampling
 from armillary.recipe.recipe import Recipe
 from armillary.resilience.signals import Stopped, StopRequest
+from armillary.training import resume
 from armillary.training.assembly import assemble
 from armillary.training.prepare import BYTES_PER_PARAMETER
 from armillary.training.run_folder import default_run_folder
@@ -214,7 +215,10 @@ def test_a_resumed_run_says_which_values_differ(recipe: Recipe, tmp_path: Path) 
 
 
 def test_a_finished_run_called_again_takes_no_step_and_says_so(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run"
     assert run(recipe, folder) == 0
@@ -222,6 +226,10 @@ def test_a_finished_run_called_again_takes_no_step_and_says_so(
     capsys.readouterr()
     assert run(recipe, folder) == 0
     assert "has finished already at step 12; a longer budget" in capsys.readouterr().err
+    assert (folder / "events.jsonl").read_bytes() == log
+    with monkeypatch.context() as newer:  # a version with more leaves, which are at their defaults
+        newer.setattr(resume, "recipe_sha256", lambda tree: "of other leaves")
+        assert run(recipe, folder) == 0
     assert (folder / "events.jsonl").read_bytes() == log
 
     # Another value may ask for other scores or samples, but the weights are what they were.

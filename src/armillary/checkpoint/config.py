@@ -29,7 +29,7 @@ class Checkpoint:
     keep_best: int = 0
     """Checkpoints with the best scores that stay as well; 0 = scores do not matter."""
     best_metric: str = "validation"
-    """Held-out set whose bits per byte are the score; lower is better."""
+    """Held-out set whose bits per byte are the score, or an evaluation task; lower is better."""
     ephemeral_every: int = 0
     """Steps between further checkpoints that go as soon as a newer one is durable; 0 = none."""
     retry_seconds: float = 600.0

@@ -37,6 +37,7 @@ def load_tensors(
     ranks: Ranks,
     *,
     ignore: tuple[str, ...] = (),
+    any_dtype: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Fills tensors in place; every rank calls it alike, for what it holds.
@@ -46,6 +47,7 @@ def load_tensors(
         tensors: what to fill, by their names in it.
         ranks: all that load.
         ignore: beginnings of names that may stay unread.
+        any_dtype: values are converted where dtypes differ.
         check: called between reads and may raise to end them, on all ranks.
 
     Raises:
@@ -53,7 +55,7 @@ def load_tensors(
         RunError: a file could not be read.
     """
     stored = stored_for_all(found, ranks)
-    require_match(found.path, held_by_all(tensors, ranks), stored, ignore)
+    require_match(found.path, held_by_all(tensors, ranks), stored, ignore, any_dtype=any_dtype)
     read_tensors(found.place, found.folder, tensors, ranks, stored, check=check)
 
 

@@ -60,6 +60,11 @@ def step_names(place: Place) -> dict[int, str]:
     return dict(sorted(named.items(), reverse=True))
 
 
+def holds_weights_only(manifest: Mapping[str, Any]) -> bool:
+    """Whether it has no state of optimizers and data: training from it begins at step 0."""
+    return manifest.get("weights_only") is True
+
+
 def rng_name(rank: int) -> str:
     """File name of a rank's random states."""
     return f"rng-{rank:05d}.json"

@@ -35,7 +35,8 @@ class Staging:
         self._copies: list[Piece] = []
         self._failure: Exception | None = None
         self._copied: list[torch.cuda.Event] = []
-        if torch.cuda.is_initialized():  # else nothing lies there, and looking can wait
+        is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_in_use:  # else nothing lies there, and looking can wait
             self._copy_from_device()
 
     def wait(self) -> None:

@@ -133,6 +133,7 @@ class CheckpointStore:
         manifest: Mapping[str, Any] | None = None,
         *,
         final: bool = False,
+        permanent: bool = False,
     ) -> None:
         """Begins a checkpoint; a failure is an event and a reason for `wait`, never an exception.
 
@@ -148,13 +149,15 @@ class CheckpointStore:
             rng: this rank's random states.
             manifest: further manifest fields, e.g. `recipe_sha256`, `provenance`, `scores`.
             final: the run ends with this state.
+            permanent: it stays for good, whatever `config` says.
         """
         if step == self._newest_step and self._has_copy():
             return
         self._settle()
         began = time.perf_counter()
         # Through JSON now: the caller's objects may change before the thread writes them.
-        kind = "final" if final else self.config.kind_of(step)
+        asked = "final" if final else "permanent" if permanent else None
+        kind = asked or self.config.kind_of(step)
         extra = json.loads(json.dumps({**(manifest or {}), "kind": kind}))
         live = pieces_in(tensors)
         self._staging = self._stager.stage(live) if self.config.asynchronous else None

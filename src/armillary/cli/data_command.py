@@ -13,8 +13,6 @@ from armillary.cli.parser import Parser
 from armillary.foundation.errors import EXIT_FINISHED, Problem, RunError, UserError
 
 if TYPE_CHECKING:
-    from armillary.data.batch import Batch
-    from armillary.data.splits import Split
     from armillary.data.token_store import TokenStore
     from armillary.recipe.recipe import Recipe
 
@@ -30,12 +28,18 @@ def add_arguments(parser: Parser) -> None:
     )
     inspect = commands.add_parser(
         "inspect",
-        help="print what the model sees of one sample",
-        description="Prints one training sample as the model gets it: documents, their positions, "
-        "and the text with special tokens.",
+        help="print what the model sees of a step, or of one sample",
+        description="Prints what training gets: documents, their positions, the text with special "
+        "tokens, and what of it is predicted; of a step also the shares of the mixture and of "
+        "padding, and the stage.",
+    )
+    which = inspect.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="an optimizer step, counting from 1")
+    which.add_argument(
+        "--sample", type=int, default=0, metavar="N", help="position in the order of training (0)"
     )
     inspect.add_argument(
-        "--sample", type=int, default=0, metavar="N", help="position in the order of training (0)"
+        "--rows", type=int, default=4, metavar="N", help="of a step, rows put in words (4)"
     )
     verify = commands.add_parser(
         "verify",
@@ -59,23 +63,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    store, _ = _store_of(arguments.recipe_tokens)
-    facts = _facts(store)
+    from armillary.cli.data_inspect import build_stores
+    from armillary.telemetry.console.choose import open_console
+
+    with closing(open_console()) as console:
+        stores = build_stores(_recipe(arguments), console)
+    facts = [_facts(store) for store in {store.folder: store for store in stores}.values()]
     if arguments.json:
-        print(json.dumps(facts, indent=2))
+        others = {"stages": facts} if len(facts) > 1 else {}
+        print(json.dumps({**facts[0], **others}, indent=2))
     else:
-        print("\n".join(_fact_lines(facts)))
+        print("\n\n".join("\n".join(_fact_lines(each)) for each in facts))
     return EXIT_FINISHED
 
 
-def _store_of(recipe_tokens: list[str]) -> tuple[TokenStore, Recipe]:
+def _recipe(arguments: argparse.Namespace) -> Recipe:
     from armillary.cli.recipe_arguments import DEFAULT_RECIPE, resolve
-    from armillary.data.store import build
-    from armillary.telemetry.console.choose import open_console
 
-    recipe = resolve(recipe_tokens, default=DEFAULT_RECIPE).recipe
-    with closing(open_console()) as console:
-        return build(recipe.data, console), recipe
+    return resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE).recipe
 
 
 def _facts(store: TokenStore) -> dict[str, Any]:
@@ -113,78 +118,27 @@ def _fact_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    if arguments.sample < 0:
-        raise UserError(Problem(f"--sample {arguments.sample}", "a position, 0 or more"))
-    sample = _sample(*_store_of(arguments.recipe_tokens), arguments.sample)
+    from armillary.cli.data_inspect import inspect_sample, inspect_step, row_lines, step_lines
+    from armillary.telemetry.console.choose import open_console
+
+    wrong = [
+        Problem(f"--{name} {value}", "0 or more")
+        for name, value in (("sample", arguments.sample), ("rows", arguments.rows))
+        if value < 0
+    ]
+    if wrong:
+        raise UserError(wrong)
+    recipe, step = _recipe(arguments), arguments.step
+    with closing(open_console()) as console:
+        if step is None:
+            found = inspect_sample(recipe, arguments.sample, console)
+        else:
+            found = inspect_step(recipe, step, arguments.rows, console)
     if arguments.json:
-        print(json.dumps(sample, indent=2))
-        return EXIT_FINISHED
-    print(
-        f"sample at position {sample['position']} (id {sample['sample_id']}): "
-        f"{sample['inputs']} inputs, {sample['counted']} labels count"
-    )
-    for number, piece in enumerate(sample["documents"], 1):
-        begin, end = piece["begin"], piece["begin"] + piece["inputs"]
-        print(
-            f"\n--- document {number} of {len(sample['documents'])}: {piece['id']}"
-            f"\n    inputs [{begin}, {end}) at positions {piece['first_position']} to "
-            f"{piece['last_position']}; tokens [{piece['first_token']}, "
-            f"{piece['first_token'] + piece['inputs']}) of {piece['document_tokens']}; "
-            f"{piece['counted']} labels count\n{piece['text']}"
-        )
-    if sample["padding"]:
-        print(f"\n--- {sample['padding']} inputs of padding")
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(row_lines(found) if step is None else step_lines(found)))
     return EXIT_FINISHED
-
-
-def _sample(store: TokenStore, recipe: Recipe, position: int) -> dict[str, Any]:
-    """One sample in words: its inputs as batched, and the documents that they come from."""
-    import numpy as np
-
-    from armillary.data.dataset import ID_BITS, training_set
-
-    seq_len = recipe.budget.seq_len
-    dataset = training_set(store, recipe.data, seq_len=seq_len, seed=recipe.seed)
-    batch = dataset.batch(position, position + 1)
-    (sample_id,) = batch.sample_ids
-    split = store.train[sample_id >> ID_BITS]
-    plan = recipe.data.packing.build(split.document_offsets, seq_len)
-    taken = plan.sample(sample_id & ((1 << ID_BITS) - 1))
-    stream = np.arange(split.n_tokens)[taken.inputs]
-    documents, begin = [], 0
-    for length in taken.lengths:
-        place = slice(begin, begin + length)
-        documents.append(_piece(store, split, batch, place, int(stream[begin])))
-        begin += length
-    return {
-        "position": position,
-        "sample_id": sample_id,
-        "inputs": begin,
-        "counted": int((batch.labels >= 0).sum()),
-        "padding": seq_len - begin,
-        "documents": documents,
-    }
-
-
-def _piece(store: TokenStore, split: Split, batch: Batch, place: slice, at: int) -> dict[str, Any]:
-    """The part of a document at `place` in the batch's one row; `at` in the split's tokens."""
-    import numpy as np
-
-    document = int(np.searchsorted(split.document_offsets, at, side="right")) - 1
-    first, end = (int(offset) for offset in split.document_offsets[document : document + 2])
-    positions = batch.documents.positions[0, place].tolist()
-    tokens = batch.tokens[0, place].tolist()
-    return {
-        "id": split.ids[document].encode("utf-8", "replace").decode("utf-8"),
-        "begin": place.start,
-        "inputs": place.stop - place.start,
-        "first_position": positions[0],
-        "last_position": positions[-1],
-        "first_token": at - first,
-        "document_tokens": end - first,
-        "counted": int((batch.labels[0, place] >= 0).sum()),
-        "text": store.tokenizer.decode(tokens, skip_special_tokens=False),
-    }
 
 
 # verify --------------------------------------------------------------------------------------

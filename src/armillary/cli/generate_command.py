@@ -1,21 +1,35 @@
-"""Continue prompts with a trained model."""
+"""Continue prompts with a trained model: `armillary generate RUN --prompt TEXT`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from contextlib import closing
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from armillary.cli import ranks_wanted
+from armillary.cli.generated_text import Stream, page, record
+from armillary.cli.parser import Parser
+from armillary.cli.prompts import (
+    STANDARD_INPUT,
+    Prompt,
+    read_prompts,
+    tokens_of,
+    write_prompts,
+)
+from armillary.cli.served_arguments import run_of, takes_run
 from armillary.foundation.errors import EXIT_FINISHED, Problem, UserError
-from armillary.foundation.run_folder import named_run
+from armillary.foundation.tell import seen_by_every_rank
 
 if TYPE_CHECKING:
-    from armillary.data.tokenizer import Tokenizer
+    from armillary.cli.ranks_wanted import RanksWanted
     from armillary.inference.load import Trained
-
+    from armillary.inference.served import Served
+    from armillary.recipe.overrides import Option
 
 _PROMPT_HELP = (
     "beginning of a text; once a text; - reads one from each line of standard input; none: from"
@@ -30,144 +44,198 @@ _SAMPLING: tuple[tuple[str, type, float, str], ...] = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Adds this command's arguments."""
+    takes_run(parser)
     add = parser.add_argument
-    add(
-        "path",
-        metavar="RUN|CHECKPOINT",
-        help="a run folder, its name below runs, or a checkpoint in one",
-    )
     add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
+    add(
+        "--prompts-file",
+        metavar="FILE",
+        help="a prompt a line, or .jsonl with `prompt` or `messages`",
+    )
+    add("--batch", type=int, default=16, metavar="N", help="texts written at once (16)")
+    add("--chat", action="store_true", help="prompts are turns of a user; uses the chat template")
+    add(
+        "--system", default="", metavar="TEXT", help="with --chat: what each conversation begins by"
+    )
     for name, kind, default, meaning in _SAMPLING:
         add(f"--{name}", type=kind, default=default, metavar="N", help=f"{meaning} ({default})")
     add("--step", type=int, metavar="N", help="checkpoint of this step (the newest that verifies)")
+    ranks_wanted.add_arguments(parser)
     add("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the texts, each after its prompt."""
-    texts = _prompts(arguments.prompt)
-    sampling = {
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "seed": arguments.seed,
-    }
-    from armillary.inference.generate import generation_problems
-    from armillary.inference.load import load_trained
-    from armillary.parallel.process import choose_device
-    from armillary.telemetry.console import open_console
+    with seen_by_every_rank():
+        path, options = run_of(arguments, "generate")
+        ranks = ranks_wanted.ranks_wanted(arguments)
+        found = ranks.problems()
+        if arguments.batch < 1:
+            found.append(Problem(f"--batch {arguments.batch}", "1 or more", "--batch 16"))
+        if arguments.system and not arguments.chat:
+            found.append(Problem("--system without --chat: there is no conversation", fix="--chat"))
+        if STANDARD_INPUT in arguments.prompt and ranks.started and ranks.world_size > 1:
+            message = "--prompt - under a launcher: ranks do not share standard input"
+            found.append(Problem(message, "a file", "--prompts-file FILE"))
+        if found:
+            raise UserError(found)
+        prompts = read_prompts(arguments)
+    if not ranks.started:
+        return _launch(arguments, ranks, prompts)
+    from armillary.parallel import process
 
-    with closing(open_console()) as console:
-        trained = load_trained(
-            named_run(Path(arguments.path)),
-            step=arguments.step,
-            device=choose_device(),
-            progress=console,
-        )
-    for reason in trained.checkpoint.reasons[:-1]:  # the last is why this one was taken
-        print(f"note: {reason}", file=sys.stderr)
-    prompts = [trained.encode(text) for text in texts]
-    limit = trained.model.max_seq_len
-    if found := generation_problems(prompts, max_seq_len=limit, **sampling):
-        raise UserError(found)
-    _mention_length(trained, prompts, arguments.max_new_tokens)
-    if arguments.json:
-        print(json.dumps(_document(trained, texts, prompts, sampling)))
-    else:
-        _write(trained, texts, prompts, sampling)
+    with ExitStack() as stack:
+        trained = _open(stack, arguments, path, options, ranks)
+        with seen_by_every_rank():
+            writer = _Writer(arguments, trained, prompts)
+        if not process.is_main():
+            for _ in writer.rows():
+                pass
+            return EXIT_FINISHED
+        for reason in trained.checkpoint.reasons[:-1]:  # the last is why this one was taken
+            print(f"note: {reason}", file=sys.stderr)
+        writer.mention_length()
+        writer.show(as_json=arguments.json)
     return EXIT_FINISHED
 
 
-def _prompts(given: list[str]) -> list[str]:
-    texts: list[str] = []
-    for text in given or [""]:
-        texts += sys.stdin.read().splitlines() if text == "-" else [text]
-    if not texts:
-        raise UserError(Problem("--prompt -: standard input has no lines", "one prompt a line"))
-    for text in texts:
-        if any("\ud800" <= character <= "\udfff" for character in text):  # bytes that were no text
-            raise UserError(Problem(f"--prompt {text!r} is not UTF-8 text", "text in UTF-8"))
-    return texts
+def _launch(arguments: argparse.Namespace, ranks: RanksWanted, prompts: Sequence[Prompt]) -> int:
+    """Ranks have no standard input: what came there reaches them in a file."""
+    from armillary.launch.local import launch
+
+    argv = list(arguments.argv)
+    with tempfile.TemporaryDirectory(prefix="armillary-prompts-") as folder:
+        if STANDARD_INPUT in arguments.prompt:
+            file = Path(folder, "prompts.jsonl")
+            write_prompts(prompts, file)
+            argv = [*_without_prompts(argv), "--prompts-file", str(file)]
+        return launch(argv, ranks.nproc, place=ranks.place)
 
 
-def _generate(
-    trained: Trained, prompts: list[list[int]], sampling: dict[str, Any], **more: Any
-) -> list[list[int]]:
-    from armillary.inference.generate import generate
-
-    tokenizer = trained.tokenizer
-    return generate(
-        trained.model,
-        prompts,
-        eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
-        **sampling,
-        **more,
-    )
+def _without_prompts(argv: Sequence[str]) -> list[str]:
+    """The command line without `--prompt` and `--prompts-file`."""
+    left, words = [], iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in ("--prompt", "--prompts-file"):
+            if not equals:
+                next(words, None)
+        else:
+            left.append(word)
+    return left
 
 
-def _mention_length(trained: Trained, prompts: list[list[int]], new: int) -> None:
-    longest, trained_on = max(map(len, prompts)) + new, trained.recipe.budget.seq_len
-    if longest > trained_on:
-        print(
-            f"note: up to {longest} tokens, but the model has only seen {trained_on} at a time",
-            file=sys.stderr,
+def _open(
+    stack: ExitStack,
+    arguments: argparse.Namespace,
+    path: Path,
+    options: list[Option],
+    ranks: RanksWanted,
+) -> Trained | Served:
+    """The model: alone in its run's own format, or spread over ranks."""
+    from armillary.parallel import process
+    from armillary.telemetry.console import open_console
+
+    with closing(open_console(rank=process.rank())) as console:
+        if ranks.world_size == 1 and not options:
+            from armillary.inference.load import load_trained
+
+            device = process.choose_device()
+            return load_trained(path, step=arguments.step, device=device, progress=console)
+        from armillary.inference.served import served
+
+        more_ranks = "--nproc" if arguments.nproc is None and ranks.world_size == 1 else ""
+        model = served(
+            path,
+            options,
+            step=arguments.step,
+            exact=True,
+            more_ranks=more_ranks,
+            progress=console,
         )
+        return stack.enter_context(model)
 
 
-def _document(
-    trained: Trained, texts: list[str], prompts: list[list[int]], sampling: dict[str, Any]
-) -> dict[str, Any]:
-    rows = _generate(trained, prompts, sampling)
-    return {
-        "checkpoint": trained.checkpoint.path,
-        "step": trained.checkpoint.step,
-        **sampling,
-        "texts": [
-            {
-                "prompt": text,
-                "prompt_tokens": len(prompt),
-                "text": trained.tokenizer.decode(row),
-                "tokens": row,
-                "stopped_by": "end" if len(row) < sampling["max_new_tokens"] else "length",
-            }
-            for text, prompt, row in zip(texts, prompts, rows, strict=True)
-        ],
-    }
+class _Writer:
+    """Prompts and a model; every rank makes one and takes its rows alike."""
 
+    def __init__(
+        self, arguments: argparse.Namespace, trained: Trained | Served, prompts: Sequence[Prompt]
+    ) -> None:
+        from armillary.inference.generate import generation_problems
 
-def _write(
-    trained: Trained, texts: list[str], prompts: list[list[int]], sampling: dict[str, Any]
-) -> None:
-    if len(texts) == 1:
-        print(texts[0], end="", flush=True)
-        stream = _Stream(trained.tokenizer)
-        _generate(trained, prompts, sampling, on_token=stream.add)
-        stream.finish()
-        return
-    rows = _generate(trained, prompts, sampling)
-    for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
-        print(f"--- {index + 1} of {len(texts)}\n{text}{trained.tokenizer.decode(row)}")
+        self._trained, self._prompts, self._batch = trained, prompts, arguments.batch
+        self._sampling: dict[str, Any] = {
+            name.replace("-", "_"): getattr(arguments, name.replace("-", "_"))
+            for name, *_ in _SAMPLING
+        }
+        self._tokens = [
+            tokens_of(prompt, trained, chat=arguments.chat, system=arguments.system)
+            for prompt in prompts
+        ]
+        limit = trained.model.max_seq_len
+        if found := generation_problems(self._tokens, max_seq_len=limit, **self._sampling):
+            raise UserError(found)
+        self._ends: frozenset[int] | int | None = trained.tokenizer.eos_id
+        self._between = ""
+        if arguments.chat:
+            from armillary.inference.chat import turn_ends
 
+            self._ends, self._between = turn_ends(trained.tokenizer), "\n"
 
-class _Stream:
-    """Prints one text while it grows, a character as soon as all its bytes are there."""
+    def rows(self, **more: Any) -> Iterator[list[list[int]]]:
+        """The tokens that follow, of so many prompts at once."""
+        from armillary.inference.generate import generate
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._printed = ""
+        for first in range(0, len(self._tokens), self._batch):
+            yield generate(
+                self._trained.model,
+                self._tokens[first : first + self._batch],
+                eos_id=self._ends,
+                vocab_size=self._trained.tokenizer.vocab_size,
+                **self._sampling,
+                **more,
+            )
 
-    def add(self, row: int, token: int) -> None:
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        if text.startswith(self._printed) and not text.endswith("\ufffd"):
-            print(text[len(self._printed) :], end="", flush=True)
-            self._printed = text
+    def mention_length(self) -> None:
+        """Says so where texts get longer than what the model was trained on."""
+        longest = max(map(len, self._tokens)) + self._sampling["max_new_tokens"]
+        trained_on = self._trained.recipe.budget.seq_len
+        if longest > trained_on:
+            words = f"up to {longest} tokens, but the model has only seen {trained_on} at a time"
+            print(f"note: {words}", file=sys.stderr)
 
-    def finish(self) -> None:
-        text = self._tokenizer.decode(self._tokens)
-        print(text[len(self._printed) :] if text.startswith(self._printed) else "")
+    def show(self, *, as_json: bool) -> None:
+        """Writes and prints everything."""
+        decode = self._trained.tokenizer.decode
+        if as_json:
+            rows = [row for some in self.rows() for row in some]
+            print(json.dumps(self._document(rows)), flush=True)
+            return
+        if len(self._prompts) == 1:
+            print(self._prompts[0].text, end=self._between, flush=True)
+            stream = Stream(self._trained.tokenizer)
+            for _ in self.rows(on_token=stream.add):
+                stream.finish()
+            return
+        first = 0
+        for some in self.rows():
+            prompts = self._prompts[first : first + len(some)]
+            texts = [decode(row) for row in some]
+            shown = page(first, len(self._prompts), prompts, texts, between=self._between)
+            print(shown, flush=True)
+            first += len(some)
+
+    def _document(self, rows: Sequence[list[int]]) -> dict[str, Any]:
+        checkpoint, decode = self._trained.checkpoint, self._trained.tokenizer.decode
+        most = self._sampling["max_new_tokens"]
+        written = zip(self._prompts, self._tokens, rows, strict=True)
+        texts = [record(prompt, ids, row, decode(row), most) for prompt, ids, row in written]
+        return {
+            "checkpoint": checkpoint.path,
+            "step": checkpoint.step,
+            **self._sampling,
+            "texts": texts,
+        }

@@ -55,7 +55,15 @@ COMMANDS = {
         "armillary.cli.mesh_command", "who would hold what, on any number of ranks; starts nothing"
     ),
     "generate": Command("armillary.cli.generate_command", "write text with a trained model"),
+    "eval": Command("armillary.cli.eval_command", "ask a trained model tasks"),
+    "import": Command("armillary.cli.import_command", "make a run of published weights"),
+    "export": Command(
+        "armillary.cli.export_command", "write a run's weights as a folder that other tools load"
+    ),
     "runs": Command("armillary.cli.runs_command", "list runs, show one"),
+    "compare": Command(
+        "armillary.cli.compare_command", "train recipes side by side, or take runs: who is better"
+    ),
     "checkpoints": Command(
         "armillary.cli.checkpoints_command", "list, verify, compare, remove and pin checkpoints"
     ),

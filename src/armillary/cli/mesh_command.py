@@ -25,6 +25,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--world", metavar="N", type=int, help="ranks (default: as few as the degrees need)"
     )
+    parser.add_argument(
+        "--step", metavar="N", type=int, default=1, help="of a run with stages, the one of step N"
+    )
     parser.add_argument("--rank", metavar="R", type=int, help="show all that this rank holds")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -36,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from armillary.parallel.account import Account
 
     recipe = resolved.recipe
-    account = Account(recipe.model, recipe.parallel, recipe.optimizer, world_size)
+    account = Account(recipe.model, recipe.parallel, recipe.optimizer, world_size, recipe.tuning)
     facts = _facts(resolved, account, arguments.rank)
     if arguments.json:
         print(json.dumps(facts, indent=1))
@@ -54,7 +57,7 @@ def _resolve(arguments: argparse.Namespace) -> tuple[Resolved, int]:
     from armillary.cli.recipe_arguments import DEFAULT_RECIPE, resolve
     from armillary.recipe.problems import problems
 
-    resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE)
+    resolved = resolve(arguments.recipe_tokens, default=DEFAULT_RECIPE).at(arguments.step)
     parallel = resolved.recipe.parallel
     least = math.prod(degree for degree in parallel.degrees.values() if degree > 0)
     world_size = least if arguments.world is None else arguments.world

@@ -10,6 +10,7 @@ from pathlib import Path
 from armillary.foundation.errors import Problem, UserError
 from armillary.recipe.fields import fields_of
 from armillary.recipe.overrides import Option, apply, split_options
+from armillary.recipe.problems_stages import stage_problems
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.registry import get
 from armillary.recipe.toml import read_toml
@@ -25,6 +26,20 @@ class Resolved:
     recipe: Recipe
     name: str
     """What it was called: a registered name, `file.py:function`, or the TOML file."""
+
+    def at(self, step: int) -> Resolved:
+        """The recipe of the stage that a step is in, counting from 1.
+
+        Raises:
+            UserError: the stages are not as they should be, or the step is none of the run.
+        """
+        if not self.recipe.stages:
+            return self
+        if found := stage_problems(self.recipe, lambda recipe: []):
+            raise UserError(found)
+        if not 1 <= step <= (last := self.recipe.total_steps):
+            raise UserError(Problem(f"--step {step}", f"1 to {last}", f"--step {last}"))
+        return Resolved(self.recipe.stage_at(step)[1], self.name)
 
 
 def resolve(tokens: Sequence[str], *, default: str | None = None) -> Resolved:

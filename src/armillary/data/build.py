@@ -7,30 +7,29 @@ killed build goes on where it was, and the result depends neither on kills nor o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from armillary.data.cache import Cache, cache_error, cache_folder, digest_of, stamp_of
+from armillary.data.cache import Cache, cache_error, cache_folder, digest_of
 from armillary.data.config import Data
-from armillary.data.corpus import CorpusConfig, Part, Source, corpus_parts
+from armillary.data.corpus import corpus_parts
+from armillary.data.encoding import Encoding
 from armillary.data.pieces import (
     MOST_PROBLEMS,
     Arrays,
-    Encoding,
     changed_while_building,
-    cut,
     encode_piece,
     held_out_below,
     read_arrays,
     scan_piece,
 )
+from armillary.data.reading import Reading, chat_template_of, made_from, readings_of
 from armillary.data.store_writer import assemble, publish
-from armillary.data.token_store import FORMAT, TokenStore, open_store
+from armillary.data.token_store import TokenStore, open_store
 from armillary.data.tokenizer import (
     Tokenizer,
     check_special_tokens,
@@ -39,38 +38,9 @@ from armillary.data.tokenizer import (
 )
 from armillary.data.training_text import choose_training_text
 from armillary.data.workers import WorkerPool, runs_in_workers
-from armillary.foundation.component import name_of
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.machine import available_cores
 from armillary.foundation.progress import NoProgress, Progress
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One part of the corpus, cut into pieces."""
-
-    corpus: CorpusConfig
-    sources: list[Source]
-    pieces: list[tuple[int, int]]
-    stamp: str
-
-    @classmethod
-    def of(cls, part: Part) -> Reading:
-        """Lists and cuts the sources of a part."""
-        if found := part.corpus.problems():
-            raise UserError(found)
-        sources = part.corpus.sources()
-        stamp = stamp_of(repr(part.corpus), sources)
-        return cls(part.corpus, sources, cut(sources), stamp)
-
-    def piece(self, index: int) -> list[Source]:
-        """The sources of one piece."""
-        first, last = self.pieces[index]
-        return self.sources[first:last]
-
-    def size(self, index: int) -> int:
-        """About how many bytes one piece holds."""
-        return sum(source.size for source in self.piece(index))
 
 
 def build(data: Data, progress: Progress | None = None) -> TokenStore:
@@ -84,7 +54,7 @@ def build(data: Data, progress: Progress | None = None) -> TokenStore:
     if problems:
         raise UserError(problems)
     cache = Cache(cache_folder(data.cache))
-    readings = _readings(corpus_parts(data.corpus))
+    readings = readings_of(data)
     weights = tuple(part.weight for part in corpus_parts(data.corpus))
     tokenizer = None if data.tokenizer.text_needed() else data.tokenizer.build()
     if tokenizer is not None:
@@ -109,7 +79,7 @@ def build(data: Data, progress: Progress | None = None) -> TokenStore:
 def locate(data: Data) -> Path | None:
     """The folder of a corpus's token store, if it was built and the corpus lies unchanged."""
     cache = Cache(cache_folder(data.cache))
-    key = _known_key(data, cache, _readings(corpus_parts(data.corpus)))
+    key = _known_key(data, cache, readings_of(data))
     return cache.store(key) if key is not None and cache.store(key).is_dir() else None
 
 
@@ -117,34 +87,11 @@ def _known_key(data: Data, cache: Cache, readings: Sequence[Reading]) -> str | N
     """The key of the store, where no file has changed since it was last read."""
     known = [cache.known_fingerprint(reading.stamp) for reading in readings]
     fingerprints = [fingerprint for fingerprint in known if fingerprint is not None]
-    return _key(data, fingerprints) if len(fingerprints) == len(readings) else None
+    return _key(data, readings, fingerprints) if len(fingerprints) == len(readings) else None
 
 
-def _readings(parts: Sequence[Part]) -> list[Reading]:
-    readings, problems = [], []
-    for part in parts:
-        try:
-            readings.append(Reading.of(part))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
-    return readings
-
-
-def _made_from(data: Data, fingerprints: list[str]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "corpora": fingerprints,
-        "tokenizer": data.tokenizer.identity(),
-        "validation_fraction": data.validation_fraction,
-        "bos": data.bos,
-        "eos": data.eos,
-    }
-
-
-def _key(data: Data, fingerprints: list[str]) -> str:
-    return digest_of(_made_from(data, fingerprints))
+def _key(data: Data, readings: Sequence[Reading], fingerprints: list[str]) -> str:
+    return digest_of(made_from(data, readings, fingerprints))
 
 
 def _open_if_whole(cache: Cache, key: str, weights: tuple[float, ...]) -> TokenStore | None:
@@ -183,7 +130,7 @@ class _Build:
         """The store; waits where another process builds it."""
         with self.cache.locked(self.scan_name, self.progress), self.pool:
             fingerprints = self._scan()
-            key = _key(self.data, fingerprints)
+            key = _key(self.data, self.readings, fingerprints)
             with self.cache.locked(f"store-{key}", self.progress):
                 store = _open_if_whole(self.cache, key, self.weights)
                 if store is None:
@@ -265,7 +212,7 @@ class _Build:
                 empty += int(found["empty"][0])
             problem = _split_problem(documents, held_out, empty, self.data.validation_fraction)
             if problem is not None:
-                corpus = name_of(type(self.readings[part].corpus))
+                corpus = self.readings[part].name
                 where = (
                     f"data.corpus ({corpus})"
                     if len(self.readings) == 1
@@ -292,7 +239,7 @@ class _Build:
         facts = {
             "key": key,
             "corpus_fingerprint": digest_of(fingerprints),
-            "made_from": _made_from(self.data, fingerprints),
+            "made_from": made_from(self.data, self.readings, fingerprints),
             "tokenizer": {
                 "fingerprint": tokenizer.fingerprint,
                 "vocab_size": tokenizer.vocab_size,
@@ -301,7 +248,7 @@ class _Build:
             },
             "parts": [
                 {
-                    "corpus": name_of(type(reading.corpus)),
+                    "corpus": reading.name,
                     "fingerprint": fingerprints[part],
                     "empty_documents": sum(int(one["empty"][0]) for one in self.scanned(part)),
                 }
@@ -316,6 +263,7 @@ class _Build:
                 work / "tokenizer",
                 facts=facts,
                 dtype=how.dtype,
+                masks=[reading.corpus.masks() for reading in self.readings],
                 advance=advance,
             )
         publish(work / "store", self.cache.store(key))
@@ -337,6 +285,7 @@ class _Build:
                 tokenizer = self.data.tokenizer.build(texts)
                 advance(1)
             check_special_tokens(tokenizer, bos=self.data.bos, eos=self.data.eos)
+        tokenizer.chat_template = chat_template_of(self.readings) or tokenizer.chat_template
         save_tokenizer(tokenizer, folder)
         return tokenizer
 
@@ -361,7 +310,7 @@ class _Build:
                     self.readings[p].corpus,
                     self.readings[p].piece(i),
                     self._scan_path(p, i),
-                    how,
+                    dataclasses.replace(how, masks=self.readings[p].corpus.masks()),
                     pieces[p][i],
                 )
                 for p, i in missing

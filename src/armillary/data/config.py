@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from armillary.data.chat.corpus import Chat
 from armillary.data.corpus import CorpusConfig, Part, corpus_parts
 from armillary.data.corpus_jsonl import JsonLines
+from armillary.data.corpus_megatron import Megatron
 from armillary.data.corpus_mixture import Mixture
+from armillary.data.corpus_olmo import Olmo
 from armillary.data.corpus_tables import HuggingFace, Parquet
 from armillary.data.corpus_text import StandardLibrary, Text
-from armillary.data.packing import BestFit, Concatenate, PackingConfig
+from armillary.data.packing import BestFit, Concatenate, PackingConfig, WholeDocuments
 from armillary.data.tokenizer import TokenizerConfig
 from armillary.data.tokenizer_bytes import Bytes
 from armillary.data.tokenizer_subword import Bpe, File
+from armillary.foundation.component import name_of
 from armillary.foundation.errors import Problem
 
 __all__ = [
     "BestFit",
     "Bpe",
     "Bytes",
+    "Chat",
     "Concatenate",
     "CorpusConfig",
     "Data",
     "File",
     "HuggingFace",
     "JsonLines",
+    "Megatron",
     "Mixture",
+    "Olmo",
     "PackingConfig",
     "Parquet",
     "Part",
     "StandardLibrary",
     "Text",
     "TokenizerConfig",
+    "WholeDocuments",
 ]
 
 
@@ -87,4 +95,14 @@ class Data:
             for name, value in (("workers", self.workers), ("prefetch", self.prefetch))
             if value < 0
         ]
-        return found + self.corpus.problems() + self.tokenizer.problems()
+        if self.corpus.holds_tokens() and self.tokenizer.text_needed():
+            found.append(
+                Problem(
+                    f"data.tokenizer {name_of(type(self.tokenizer))} learns from text, and "
+                    f"data.corpus {name_of(type(self.corpus))} holds tokens",
+                    "the tokenizer that they were made with",
+                    "--data.tokenizer file --data.tokenizer.path tokenizer.json",
+                )
+            )
+        found += self.corpus.problems() + self.tokenizer.problems()
+        return found + self.packing.problems()

@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from armillary.foundation.component import Component
 from armillary.foundation.errors import ArmillaryError, Problem, UserError
 
+if TYPE_CHECKING:
+    from armillary.data.tokenizer import TokenizerConfig
+
 BAD_TEXT_CHOICES = ("error", "replace", "skip")
 
-SOURCE_BYTES = 1 << 20
-"""Files that can be read from the middle are cut into sources of at least this many bytes."""
-SOURCES_PER_FILE = 1024
-"""...and into about this many at most."""
+Span = tuple[int, int]
+"""First and one past the last character (or token) of a stretch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What is special about stretches of a document's text; in order, none overlaps another."""
+
+    template: tuple[Span, ...]
+    """Where names of special tokens stand for these tokens; anywhere else they are text."""
+    scored: tuple[Span, ...]
+    """What is predicted; everything else is only read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text that is trained on, or held out, as a whole."""
+    """One text that is trained on, or held out, as a whole.
+
+    A corpus of text gives `text`; one that is made of tokens gives `tokens` and no text.
+    """
 
     id: str
     """Stable name; whether the document is held out depends on nothing else."""
     text: str
+    tokens: NDArray[Any] | None = None
+    """[T] token ids, whole numbers; a BOS or EOS of the recipe's is added where it is missing."""
+    scored: NDArray[np.bool_] | None = None
+    """[T] which of `tokens` are predicted, in corpora with `masks`; None is all of them."""
+    group: str = ""
+    """Documents of one group are held out together, by the hash of its name; empty is the id."""
+    marks: Marks | None = None
+    """Stretches of `text`, in corpora with `masks`. The text holds its own BOS and EOS, if any."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to train on; such documents are left out and counted."""
+        return not self.text if self.tokens is None else not len(self.tokens)
+
+    def content(self) -> bytes:
+        """All that its tokens follow from, besides the tokenizer: its text, as a rule."""
+        text = self.text.encode("utf-8")
+        if self.tokens is None and self.marks is None:
+            return text
+        parts = [
+            text,
+            b"" if self.tokens is None else self.tokens.astype("<i8").tobytes(),
+            b"" if self.scored is None else np.packbits(self.scored).tobytes(),
+            repr(self.marks).encode(),
+        ]
+        return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +104,22 @@ class CorpusConfig(Component, ABC):
     @abstractmethod
     def read(self, source: Source) -> Iterator[Document | Problem]:
         """The documents of one source, in order; what cannot be read comes as a `Problem`."""
+
+    def holds_tokens(self) -> bool:
+        """Whether documents come as tokens, made with a tokenizer that the recipe must name."""
+        return False
+
+    def prepared(self, tokenizer: TokenizerConfig) -> CorpusConfig:
+        """The corpus as it is read for a tokenizer, where its documents depend on that."""
+        return self
+
+    def chat_template(self) -> str:
+        """The template that its documents are written by, once it is prepared; empty without."""
+        return ""
+
+    def masks(self) -> bool:
+        """Whether parts of its documents are only read, not predicted; the store says which."""
+        return False
 
     def problems(self) -> list[Problem]:
         """What is wrong with the values themselves; looks for no file."""
@@ -123,128 +179,6 @@ def corpus_parts(corpus: CorpusConfig) -> tuple[Part, ...]:
     return parts
 
 
-# Files ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A file of the corpus and its name relative to the corpus's root folder."""
-
-    name: str
-    path: Path
-    size: int
-    stamp: str
-    changed_ns: int
-
-    def source(self, start: int = 0, end: int = -1, size: int | None = None) -> Source:
-        """The file, or a range of it, as a source."""
-        return Source(
-            name=self.name,
-            path=str(self.path),
-            start=start,
-            end=end,
-            size=self.size if size is None else size,
-            stamp=self.stamp,
-            changed_ns=self.changed_ns,
-        )
-
-    def ranges(self) -> list[Source]:
-        """The file in byte ranges of a size that depends on nothing but the file's own."""
-        step = max(SOURCE_BYTES, -(-self.size // SOURCES_PER_FILE))
-        starts = range(0, max(self.size, 1), step)
-        ends = [min(start + step, self.size) for start in starts]
-        return [
-            self.source(start, end, end - start) for start, end in zip(starts, ends, strict=True)
-        ]
-
-
-def found_file(path: Path, root: Path) -> FoundFile:
-    """Looks a file up; one that cannot be looked up gets an empty stamp and fails when read."""
-    name = path.relative_to(root).as_posix()
-    try:
-        status = path.stat()
-    except OSError:
-        return FoundFile(name, path, 0, "", 0)
-    changed = max(status.st_mtime_ns, status.st_ctime_ns)
-    stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-    return FoundFile(name, path, status.st_size, stamp, changed)
-
-
-def find_files(patterns: tuple[str, ...]) -> list[FoundFile]:
-    """Files that match, each once, in the order of their names.
-
-    Names are relative to the deepest folder that the fixed beginnings of all patterns share, so
-    that moving a corpus as a whole renames no document. A glob passes over pipes, sockets and
-    devices, which would be waited for.
-
-    Raises:
-        UserError: no pattern is given, or one matches no file, or names what is none.
-    """
-    if not patterns:
-        raise UserError(
-            Problem(
-                "data.corpus.files is empty",
-                "one glob or more; ** also matches folders below",
-                "--data.corpus.files 'my/texts/**/*.txt'",
-            )
-        )
-    problems, paths, roots = [], set(), []
-    for pattern in patterns:
-        absolute = os.path.abspath(os.path.expanduser(pattern))  # noqa: PTH100, PTH111
-        matches = [Path(match) for match in glob.glob(absolute, recursive=True)]  # noqa: PTH207
-        named = not glob.has_magic(absolute)
-        files = [match for match in matches if named or not would_block(match)]
-        files = [match for match in files if not match.is_dir()]
-        if named and files and would_block(files[0]):
-            problems.append(_no_file(pattern))
-        elif not files:
-            problems.append(_no_match(pattern, Path(absolute)))
-        roots.append(_fixed_folder(absolute))
-        paths.update(files)
-    if problems:
-        raise UserError(problems)
-    root = Path(os.path.commonpath(roots))
-    found = [found_file(path, root) for path in paths]
-    return sorted(found, key=lambda file: os.fsencode(file.name))
-
-
-def would_block(path: Path) -> bool:
-    """Whether it is a pipe, a socket or a device; what cannot be looked up fails when read."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-def _no_file(pattern: str) -> Problem:
-    return Problem(
-        f"data.corpus.files: {pattern!r} is a pipe, a socket or a device",
-        "regular files, which can be read again",
-        "write what it yields to a file first",
-    )
-
-
-def _fixed_folder(pattern: str) -> str:
-    folder = Path(pattern).parent
-    while glob.has_magic(str(folder)):
-        folder = folder.parent
-    return str(folder)
-
-
-def _no_match(pattern: str, path: Path) -> Problem:
-    message = f"data.corpus.files: {pattern!r} matches no file"
-    if path.is_dir():
-        return Problem(
-            f"data.corpus.files: {pattern!r} is a folder",
-            "globs that match files",
-            f"--data.corpus.files '{pattern.rstrip('/')}/**/*.*'",
-        )
-    parent = Path(_fixed_folder(str(path)))
-    seen = f"{parent} {'exists' if parent.is_dir() else 'does not exist'}"
-    return Problem(f"{message} ({seen})", fix="check the spelling; quote globs in the shell")
-
-
 # Text ----------------------------------------------------------------------------------------
 
 
@@ -285,12 +219,4 @@ def _bad_text(message: str) -> Problem:
         message,
         "text in UTF-8",
         "convert the file, or --data.corpus.on-bad-text replace (or skip)",
-    )
-
-
-def unreadable(path: str, error: OSError) -> Problem:
-    """The problem of a file that cannot be read."""
-    return Problem(
-        f"cannot read {path}: {error.strerror or error}",
-        fix="check that it exists and its permissions, or narrow --data.corpus.files",
     )

@@ -39,6 +39,10 @@ class Mixture(CorpusConfig):
         index = int(source.name.split("/", 1)[0])
         return self.parts[index].corpus.read(source)
 
+    def holds_tokens(self) -> bool:
+        """See `CorpusConfig.holds_tokens`: whether those of any part do."""
+        return any(part.corpus.holds_tokens() for part in self.parts)
+
     def problems(self) -> list[Problem]:
         """See `CorpusConfig.problems`: the parts' too."""
         found = problems_of(lambda: corpus_parts(self))

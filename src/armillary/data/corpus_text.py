@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sysconfig
@@ -10,20 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.data.corpus import (
-    CorpusConfig,
-    Document,
+from armillary.data.corpus import CorpusConfig, Document, Source, decode_text
+from armillary.data.files import (
     FoundFile,
-    Source,
-    decode_text,
     find_files,
     found_file,
+    open_content,
     unreadable,
     would_block,
 )
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError
 
+LONGEST_DOCUMENT = 1 << 30
+"""Bytes; a longer one is refused rather than held in memory."""
+
+_BLOCK_BYTES = 1 << 20
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -82,10 +85,13 @@ def decode_python_source(raw: bytes) -> str:
 @component("text")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text(CorpusConfig):
-    """Text files by glob: one file a document, or many where a separator is given."""
+    """Text files, plain, .gz, .bz2, .xz or .zst: one a document, or many where one separates them.
+
+    A document's id is its file's name, and with a separator the byte at which it begins.
+    """
 
     files: tuple[str, ...] = ()
-    """Globs; ** also matches folders below, ~ is the home folder."""
+    """Globs of paths, or of s3://, gs://, az:// or hf:// addresses; ** also matches folders."""
     separator: str = ""
     """Text between two documents of one file (\\n is a new line); empty: a file is one document."""
     on_bad_text: str = "error"
@@ -97,17 +103,37 @@ class Text(CorpusConfig):
 
     def read(self, source: Source) -> Iterator[Document | Problem]:
         """See `CorpusConfig.read`."""
+        separator = self.separator.replace("\\n", "\n").replace("\\t", "\t").encode()
         try:
-            raw = Path(source.path).read_bytes()
+            for offset, part in _parts(source.path, separator):
+                text = decode_text(part, source.path, self.on_bad_text, offset)
+                if isinstance(text, Problem):
+                    yield text
+                elif text is not None:
+                    yield Document(f"{source.name}@{offset}" if separator else source.name, text)
         except OSError as error:
             yield unreadable(source.path, error)
-            return
-        separator = self.separator.replace("\\n", "\n").replace("\\t", "\t").encode()
-        offset = 0
-        for part in raw.split(separator) if separator else [raw]:
-            text = decode_text(part, source.path, self.on_bad_text, offset)
-            if isinstance(text, Problem):
-                yield text
-            elif text is not None:
-                yield Document(f"{source.name}@{offset}" if separator else source.name, text)
-            offset += len(part) + len(separator)
+
+
+def _parts(path: str, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """The documents of a file and where they begin in it; no more of it is held than one of them.
+
+    Raises:
+        OSError: the file cannot be read, or a document is too long to be held.
+    """
+    with open_content(path) as file:
+        offset, text, ends = 0, bytearray(), False
+        while not ends:
+            block = file.read(_BLOCK_BYTES)
+            ends = not block
+            looked_at = max(0, len(text) - len(separator) + 1)
+            text += block
+            while separator and (cut := text.find(separator, looked_at)) >= 0:
+                yield offset, bytes(text[:cut])
+                offset += cut + len(separator)
+                del text[: cut + len(separator)]
+                looked_at = 0
+            if len(text) > LONGEST_DOCUMENT:
+                words = f"the document at byte {offset} has more than {LONGEST_DOCUMENT} bytes"
+                raise OSError(errno.EFBIG, words)
+        yield offset, bytes(text)

@@ -3,7 +3,8 @@
 Training runs over positions 0, 1, 2, ... for ever. Which sample stands at a position follows from
 (seed, epoch, position) alone (see order.py), so the whole data state of a run is one cursor, the
 next position, and a fingerprint that says over what it counts. World size, microbatches and
-prefetching decide who reads a position and when, never what stands there.
+prefetching decide who reads a position and when, never what stands there. A later stage of a run
+counts on, over a dataset of its own: see standing.py.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 from armillary.data import order
 from armillary.data.batch import IGNORED, Batch
 from armillary.data.mixture import Interleaving
-from armillary.data.packing import Concatenate, PackingConfig, PieceRows, Sample
-from armillary.data.splits import Split
+from armillary.data.packing import Concatenate, Flags, Packing, PackingConfig, PieceRows, Sample
+from armillary.data.splits import Bits, Split
+from armillary.data.standing import Standing, Start, order_seed, readings
 from armillary.foundation.errors import Problem, UserError
 from armillary.models.layers.documents import Documents
 
@@ -48,6 +50,8 @@ class PackedDataset:
         shuffle: False keeps the order of the packing, in every epoch.
         weights: how often each corpus is sampled, in proportion; None is by number of samples.
         source: fingerprint of the stores that the splits come from.
+        starts: where each corpus is begun; None: each at its first sample, in an order of its own.
+        begin: the first global position, where the dataset is that of a later stage.
 
     Raises:
         UserError: a corpus does not hold one sample, or a weight is impossible.
@@ -63,20 +67,26 @@ class PackedDataset:
         shuffle: bool = True,
         weights: Sequence[float] | None = None,
         source: str = "",
+        starts: Sequence[Start] | None = None,
+        begin: int = 0,
     ) -> None:
         self._splits = [splits] if isinstance(splits, Split) else list(splits)
         config = packing or Concatenate()
-        self._plans = [config.build(s.document_offsets, seq_len) for s in self._splits]
-        self._seed, self._shuffle, self.seq_len = seed, shuffle, seq_len
+        self._plans = [_plan(config, split, seq_len) for split in self._splits]
+        self._shuffle, self.seq_len, self._begin = shuffle, seq_len, begin
+        plain = tuple(Start(order_seed(seed, corpus)) for corpus in range(len(self._splits)))
+        self._starts = plain if starts is None else tuple(starts)
         sizes = [plan.n_samples for plan in self._plans]
         self._mixture = Interleaving(weights if weights is not None else sizes)
         assert len(self._mixture.counts) == len(self._splits), "one weight for each corpus"
+        assert len(self._starts) == len(self._splits), "one start for each corpus"
         self.samples_per_epoch = sum(sizes)
         """Samples of all corpora together. In a mixture each corpus has epochs of its own."""
         self.fingerprint = _digest(
             "training", source, seq_len, seed, shuffle, self._mixture.counts, config,
             *(part for s, p in zip(self._splits, self._plans, strict=True)
               for part in (s.n_tokens, s.n_documents, p.fingerprint)),
+            *(() if (begin, self._starts) == (0, plain) else (begin, self._starts)),
         )  # fmt: skip
         """SHA-256 of all that decides which tokens stand at a position."""
 
@@ -85,11 +95,18 @@ class PackedDataset:
         corpora, samples = self._locate(np.asarray(positions, dtype=np.int64))
         return tuple(((corpora << ID_BITS) + samples).tolist())
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a person should know of documents that the packing does not use."""
+        found = (getattr(plan, "remark", "") for plan in self._plans)  # a packing may be anyone's
+        return tuple(filter(None, found))
+
     def epochs(self, position: int) -> tuple[float, ...]:
         """How many times each corpus has been read when the cursor stands at `position`."""
         return tuple(
-            self._mixture.count_before(position, corpus) / plan.n_samples
-            for corpus, plan in enumerate(self._plans)
+            (start.position + self._mixture.count_before(position - self._begin, corpus))
+            / plan.n_samples
+            for corpus, (plan, start) in enumerate(zip(self._plans, self._starts, strict=True))
         )
 
     def batch(self, first: int, last: int, rows: Sequence[int] | None = None) -> Batch:
@@ -98,7 +115,7 @@ class PackedDataset:
         A rank of many asks for its own rows; all ranks' rows together are the same global batch.
         Rows from `last` on are padding that weighs nothing, so that ranks can have equally many.
         """
-        assert 0 <= first < last
+        assert self._begin <= first < last
         chosen = range(last - first) if rows is None else rows
         positions = np.fromiter((first + row for row in chosen), np.int64, len(chosen))
         assert positions.size == 0 or positions.min() >= first
@@ -115,23 +132,58 @@ class PackedDataset:
             self.seq_len,
         )
 
+    def sample(self, sample_id: int) -> tuple[Split, Sample]:
+        """The split that a sample is of, and where in its tokens it stands."""
+        corpus, index = sample_id >> ID_BITS, sample_id & ((1 << ID_BITS) - 1)
+        return self._splits[corpus], self._plans[corpus].sample(index)
+
     def _locate(self, positions: Integers) -> tuple[Integers, Integers]:
         """(corpus, sample of its packing) at each global position."""
-        corpora, local = self._mixture.locate(positions)
+        corpora, local = self._mixture.locate(positions - self._begin)
         samples = np.empty_like(local)
-        for corpus, plan in enumerate(self._plans):
+        for corpus, (plan, start) in enumerate(zip(self._plans, self._starts, strict=True)):
             here = corpora == corpus
-            epochs, within = np.divmod(local[here], plan.n_samples)
+            epochs, within = np.divmod(start.position + local[here], plan.n_samples)
             samples[here] = (
-                order.index(_corpus_seed(self._seed, corpus), epochs, within, plan.n_samples)
-                if self._shuffle
-                else within
+                order.index(start.seed, epochs, within, plan.n_samples) if self._shuffle else within
             )
         return corpora, samples
 
 
-def training_set(store: TokenStore, data: Data, *, seq_len: int, seed: int) -> PackedDataset:
-    """The training samples that a recipe's `data` makes of its token store."""
+def _plan(config: PackingConfig, split: Split, seq_len: int) -> Packing:
+    """The packing of a split; where tokens are only read, without samples that teach nothing."""
+    plan = config.build(split.document_offsets, seq_len)
+    return plan if split.scored is None else _Learned(plan, split)
+
+
+class _Learned:
+    """The samples of a packing that have a label."""
+
+    def __init__(self, plan: Packing, split: Split) -> None:
+        found = (_counted(split, plan.sample(index)).any() for index in range(plan.n_samples))
+        self._kept = np.flatnonzero(np.fromiter(found, np.bool_, plan.n_samples))
+        self._plan = plan
+        self.n_samples = len(self._kept)
+        self.fingerprint = _digest("learned", plan.fingerprint, self._kept.tolist())
+        self.remark: str = getattr(plan, "remark", "")
+        if not self.n_samples:
+            message = "data.corpus: no sample holds a token to learn"
+            raise UserError(Problem(message, fix="a longer --budget.seq-len, or another corpus"))
+
+    def sample(self, index: int) -> Sample:
+        """See `Packing.sample`."""
+        return self._plan.sample(int(self._kept[index]))
+
+
+def training_set(
+    store: TokenStore, data: Data, *, seq_len: int, seed: int, standing: Standing | None = None
+) -> PackedDataset:
+    """The training samples that a recipe's `data` makes of its token store.
+
+    Args:
+        standing: where the run stands when the stage begins that reads them; None: at its start.
+    """
+    standing = standing or Standing()
     return PackedDataset(
         store.train,
         data.packing,
@@ -140,6 +192,8 @@ def training_set(store: TokenStore, data: Data, *, seq_len: int, seed: int) -> P
         shuffle=data.shuffle,
         weights=store.weights if len(store.train) > 1 else None,
         source=store.fingerprint,
+        starts=standing.starts(readings(store, data, seq_len), seed),
+        begin=standing.position,
     )
 
 
@@ -187,7 +241,9 @@ class ValidationDataset:
         self._plan = PieceRows(split.document_offsets, seq_len, stride=stride, documents=documents)
         self.n_rows = self._plan.n_samples
         """Rows that hold something to score."""
-        self.n_tokens = self._plan.n_scored
+        self.n_tokens = (
+            self._plan.n_scored if split.scored is None else _scored_labels(split, documents)
+        )
         """Labels that are scored, the denominator of the loss."""
         self.n_bytes = int(split.document_bytes[documents].sum()) - split.unscored_bytes(documents)
         """Bytes of the text that is scored, the denominator of bits per byte."""
@@ -230,7 +286,7 @@ def _assemble(
         tokens[row, :size] = split.tokens[sample.inputs]
         following = _following(split.tokens, sample.inputs)
         labels[row, : len(following)] = following
-        labels[row, :size][~sample.scored] = IGNORED
+        labels[row, :size][~_counted(split, sample)] = IGNORED
         padding = seq_len - size
         lengths.append((*sample.lengths, padding) if padding else sample.lengths)
     return Batch(
@@ -241,14 +297,32 @@ def _assemble(
     )
 
 
-def _following(stream: NDArray[Any], inputs: slice | Integers) -> NDArray[Any]:
-    """The next token of each input; shorter by one where the stream ends with the last input."""
+def _counted(split: Split, sample: Sample) -> Flags:
+    """[inputs] which labels count: those that the packing scores and that are to be predicted."""
+    if split.scored is None:
+        return sample.scored
+    predicted = _following(split.scored, sample.inputs)
+    counted = sample.scored.copy()
+    counted[: len(predicted)] &= predicted
+    return counted
+
+
+def _following(stream: NDArray[Any] | Bits, inputs: slice | Integers) -> NDArray[Any]:
+    """What stands after each input; shorter by one where the stream ends with the last input."""
     following: NDArray[Any] = (
         stream[inputs.start + 1 : inputs.stop + 1]
         if isinstance(inputs, slice)
         else stream[inputs + 1]
     )
     return following
+
+
+def _scored_labels(split: Split, documents: Integers) -> int:
+    """How many tokens of some documents are predicted, where parts of them are only read."""
+    assert split.scored is not None
+    offsets = split.document_offsets
+    firsts, ends = (offsets[documents] + 1).tolist(), offsets[documents + 1].tolist()
+    return sum(int(split.scored[first:end].sum()) for first, end in zip(firsts, ends, strict=True))
 
 
 def _choose_documents(split: Split, inputs: int) -> Integers:
@@ -274,11 +348,6 @@ def _choose_documents(split: Split, inputs: int) -> Integers:
             chosen = mixed[[np.argmin(sizes[mixed])]]
         documents = np.sort(chosen)
     return documents
-
-
-def _corpus_seed(seed: int, corpus: int) -> int:
-    """Corpora of a mixture have orders of their own; the first keeps the run's seed."""
-    return seed + corpus * 0x632BE59BD9B4E019
 
 
 def _digest(*parts: object) -> str:

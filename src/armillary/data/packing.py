@@ -51,6 +51,10 @@ class Packing(Protocol):
     def fingerprint(self) -> str:
         """SHA-256 of everything that the samples depend on, other than the tokens themselves."""
 
+    @property
+    def remark(self) -> str:
+        """What of the stream is not used, where a person should know; empty otherwise."""
+
     def sample(self, index: int) -> Sample:
         """Sample `index`, 0 <= index < n_samples."""
 
@@ -67,6 +71,10 @@ class PackingConfig(Component, ABC):
         Raises:
             UserError: the stream does not hold one sample.
         """
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the values themselves."""
+        return []
 
 
 @component("concatenate")
@@ -100,8 +108,53 @@ class BestFit(PackingConfig):
         return plan
 
 
+TOO_LONG_CHOICES = ("cut", "drop")
+
+
+@component("whole-documents")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeDocuments(PackingConfig):
+    """Whole documents as in best-fit; of those longer than seq_len no later piece is used.
+
+    For conversations: no row begins in the middle of one.
+    """
+
+    too_long: str = "cut"
+    """What becomes of longer documents: cut (their beginning is used) or drop (nothing of them)."""
+
+    def problems(self) -> list[Problem]:
+        """See `PackingConfig.problems`."""
+        if self.too_long in TOO_LONG_CHOICES:
+            return []
+        message = f"data.packing.too_long = {self.too_long!r}"
+        return [Problem(message, ", ".join(TOO_LONG_CHOICES))]
+
+    def build(self, document_offsets: Integers, seq_len: int) -> Packing:
+        """See `PackingConfig.build`."""
+        fits = np.diff(document_offsets) <= seq_len + 1  # the last token is only a label
+        chosen = None if self.too_long == "cut" else np.flatnonzero(fits)
+        plan = PieceRows(
+            document_offsets, seq_len, stride=seq_len, documents=chosen, most_inputs=seq_len
+        )
+        if plan.n_samples == 0:
+            raise UserError(
+                _too_short(document_offsets, seq_len, needed=2)
+                if fits.all()
+                else _all_too_long(len(fits), seq_len)
+            )
+        if count := int((~fits).sum()):
+            done = "only their beginnings are" if self.too_long == "cut" else "they are not"
+            plan.remark = (
+                f"{count} of {len(fits)} documents are longer than budget.seq_len = {seq_len}: "
+                f"{done} trained on (data.packing.too_long = {self.too_long})"
+            )
+        return plan
+
+
 class _Windows:
     """Sample i is stream[i * seq_len : (i + 1) * seq_len]."""
+
+    remark = ""
 
     def __init__(self, document_offsets: Integers, seq_len: int) -> None:
         assert seq_len >= 1
@@ -139,7 +192,10 @@ class PieceRows:
         seq_len: inputs in a row.
         stride: inputs between the beginnings of pieces, 1 <= stride <= seq_len.
         documents: which documents to use; None is all.
+        most_inputs: inputs of a document that are used, from its beginning; None is all.
     """
+
+    remark = ""
 
     def __init__(
         self,
@@ -148,12 +204,14 @@ class PieceRows:
         *,
         stride: int,
         documents: Integers | None = None,
+        most_inputs: int | None = None,
     ) -> None:
         assert 1 <= stride <= seq_len
         begins, ends = document_offsets[:-1], document_offsets[1:]
         if documents is not None:
             begins, ends = begins[documents], ends[documents]
-        starts, lengths, contexts = _pieces(begins, ends - begins - 1, seq_len, stride)
+        inputs = np.minimum(ends - begins - 1, most_inputs or np.iinfo(np.int64).max)
+        starts, lengths, contexts = _pieces(begins, inputs, seq_len, stride)
         row_of_piece, n_rows = place_best_fit(lengths, seq_len)
         # Pieces of a row stand together, longest first.
         by_row = np.lexsort((np.arange(len(lengths)), -lengths, row_of_piece))
@@ -208,6 +266,15 @@ def _too_short(document_offsets: Integers, seq_len: int, *, needed: int) -> Prob
         f"too few for one sample of budget.seq_len = {seq_len}",
         f"at least {needed} tokens",
         f"--budget.seq-len {tokens}, or a larger corpus" if tokens >= 2 else "a larger corpus",
+    )
+
+
+def _all_too_long(documents: int, seq_len: int) -> Problem:
+    return Problem(
+        f"data.packing drops documents longer than budget.seq_len = {seq_len}, and none of "
+        f"{documents} is short enough with 2 tokens or more",
+        "a document that fits",
+        "a larger --budget.seq-len, or --data.packing.too-long cut",
     )
 
 

@@ -11,7 +11,6 @@ import hashlib
 import io
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.data.corpus import CorpusConfig, Source
-from armillary.data.tokenizer import Ids, Tokenizer, load_tokenizer
+from armillary.data.corpus import CorpusConfig, Document, Source
+from armillary.data.encoding import Encoding, encode_documents
+from armillary.data.tokenizer import Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, RunError
 
 PIECE_BYTES = 1 << 20
@@ -68,7 +68,7 @@ def scan_piece(corpus: CorpusConfig, sources: Sequence[Source], path: Path) -> l
     """Reads a piece and writes what is known of its N documents to `path`, or tells its problems.
 
     The file holds `id_text` (ids end to end, UTF-8), `id_lengths` [N], `sizes` [N] (UTF-8 bytes of
-    each text), `hashes` [N] (see `hash_of_id`), `digests` [N * 32] (SHA-256 of each text),
+    each text), `hashes` [N] (see `hash_of_id`), `digests` [N * 32] (SHA-256 of `content`),
     `per_source` (documents of each source) and `empty` (documents without text, left out).
     """
     problems: list[Problem] = []
@@ -83,15 +83,16 @@ def scan_piece(corpus: CorpusConfig, sources: Sequence[Source], path: Path) -> l
                 if len(problems) >= MOST_PROBLEMS:
                     return problems
                 continue
-            text = item.text.encode("utf-8")
-            if not text:
+            if item.is_empty:
                 empty += 1
                 continue
+            content = item.content()
             identifier = item.id.encode("utf-8", "surrogateescape")
             ids.append(identifier)
-            sizes.append(len(text))
-            hashes.append(hash_of_id(identifier))
-            digests.append(hashlib.sha256(text).digest())
+            sizes.append(len(item.text.encode("utf-8")))
+            group = item.group.encode("utf-8", "surrogateescape")
+            hashes.append(hash_of_id(group or identifier))
+            digests.append(hashlib.sha256(content).digest())
         per_source.append(len(ids) - before)
     if problems:
         return problems
@@ -113,18 +114,6 @@ def scan_piece(corpus: CorpusConfig, sources: Sequence[Source], path: Path) -> l
 # Encoding ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """How a piece becomes tokens."""
-
-    tokenizer_folder: str
-    bos: bool
-    eos: bool
-    held_out_below: int
-    dtype: str
-    """`uint16` or `uint32`."""
-
-
 def encode_piece(
     corpus: CorpusConfig, sources: Sequence[Source], scan: Path, how: Encoding, path: Path
 ) -> None:
@@ -136,28 +125,30 @@ def encode_piece(
     scanned = read_arrays(scan)
     assert scanned is not None
     held_out = scanned["hashes"] < np.uint64(how.held_out_below)
-    texts = list(_texts_as_scanned(corpus, sources, scanned))
-    encoded = _tokenizer(how.tokenizer_folder).encode_batch(texts)
+    documents = list(_documents_as_scanned(corpus, sources, scanned))
+    encoded = encode_documents(documents, _tokenizer(how.tokenizer_folder), how)
     arrays: Arrays = {}
     for split, chosen in (("train", ~held_out), ("validation", held_out)):
         which = np.flatnonzero(chosen).tolist()
-        tokens, lengths = _joined([encoded[i] for i in which], how)
+        tokens = [encoded[i].tokens for i in which]
         arrays |= {
-            f"{split}.tokens": tokens,
-            f"{split}.lengths": lengths,
-            f"{split}.sizes": scanned["sizes"][chosen],
+            f"{split}.tokens": np.concatenate([np.zeros(0, how.dtype), *tokens]),
+            f"{split}.lengths": np.array([len(each) for each in tokens], np.int64),
+            f"{split}.sizes": np.array([len(encoded[i].text) for i in which], np.int64),
             f"{split}.id_lengths": scanned["id_lengths"][chosen],
             f"{split}.id_text": _chosen_text(scanned["id_text"], scanned["id_lengths"], which),
         }
-    arrays["validation.text"] = np.frombuffer(
-        b"".join(texts[i].encode("utf-8") for i in np.flatnonzero(held_out).tolist()), np.uint8
-    )
+        if how.masks:
+            flags = [encoded[i].scored for i in which]
+            arrays[f"{split}.scored"] = np.concatenate([np.zeros(0, np.bool_), *flags])
+    texts = [encoded[i].text for i in np.flatnonzero(held_out).tolist()]
+    arrays["validation.text"] = np.frombuffer(b"".join(texts), np.uint8)
     write_arrays(path, arrays)
 
 
-def _texts_as_scanned(
+def _documents_as_scanned(
     corpus: CorpusConfig, sources: Sequence[Source], scanned: Arrays
-) -> Iterator[str]:
+) -> Iterator[Document]:
     expected = scanned["digests"].tobytes()
     count = len(scanned["sizes"])
     index = 0
@@ -165,13 +156,12 @@ def _texts_as_scanned(
         for item in corpus.read(source):
             if isinstance(item, Problem):
                 raise changed_while_building(source)
-            text = item.text.encode("utf-8")
-            if not text:
+            if item.is_empty:
                 continue
-            digest = hashlib.sha256(text).digest()
+            digest = hashlib.sha256(item.content()).digest()
             if index >= count or digest != expected[32 * index : 32 * index + 32]:
                 raise changed_while_building(source)
-            yield item.text
+            yield item
             index += 1
     if index != count:
         raise changed_while_building(sources[-1])
@@ -191,24 +181,6 @@ def changed_while_building(source: Source) -> RunError:
 @lru_cache(maxsize=1)
 def _tokenizer(folder: str) -> Tokenizer:
     return load_tokenizer(Path(folder))
-
-
-def _joined(encoded: list[Ids], how: Encoding) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Documents end to end with their BOS and EOS, and the length of each."""
-    tokenizer = _tokenizer(how.tokenizer_folder)
-    extra = int(how.bos) + int(how.eos)
-    lengths = np.array([len(ids) + extra for ids in encoded], np.int64)
-    tokens = np.empty(int(lengths.sum()), how.dtype)
-    position = 0
-    for ids, length in zip(encoded, lengths.tolist(), strict=True):
-        document = tokens[position : position + length]
-        if how.bos:
-            document[0] = tokenizer.bos_id
-        document[int(how.bos) : length - int(how.eos)] = ids
-        if how.eos:
-            document[-1] = tokenizer.eos_id
-        position += length
-    return tokens, lengths
 
 
 def _chosen_text(

@@ -10,6 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Bits:
+    """Flags kept eight to a byte, the first in a byte's highest bit; read where they are asked."""
+
+    def __init__(self, packed: NDArray[np.uint8], count: int) -> None:
+        self._packed = packed  # [ceil(count / 8)]
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, where: slice | Integers) -> Flags:
+        if isinstance(where, slice):
+            start, stop, step = where.indices(self._count)
+            assert step == 1, "consecutive flags"
+            packed = self._packed[start // 8 : -(-stop // 8)]
+            flags = np.unpackbits(packed)[start % 8 : start % 8 + max(stop - start, 0)]
+            return flags.astype(np.bool_)
+        return (self._packed[where // 8] >> (7 - where % 8).astype(np.uint8) & 1).astype(np.bool_)
 
 
 class TextTable(Sequence[str]):
@@ -38,7 +59,8 @@ class Split:
     """One split of one corpus: a token stream, read from disk as needed, and its documents.
 
     Documents come in the order of their ids' UTF-8 bytes. A document's tokens include the BOS and
-    EOS that the recipe asks for; its bytes are those of its text in UTF-8.
+    EOS that the recipe asks for; its bytes are those of its text in UTF-8, or where some tokens are
+    only read, those of the text that is scored.
 
     Args:
         tokens: [T] unsigned integers (uint16 or uint32), usually a memory map.
@@ -48,6 +70,8 @@ class Split:
         text: the documents' UTF-8 text end to end (held-out splits only), in memory or as a file.
         first_token_bytes: UTF-8 bytes that a document's first token stands for; None where that is
             a BOS, which stands for none.
+        scored: [T] whether each token is predicted where it is a label; None is all but each
+            document's first.
     """
 
     def __init__(
@@ -59,8 +83,10 @@ class Split:
         text: bytes | Path | None = None,
         *,
         first_token_bytes: Callable[[int], int] | None = None,
+        scored: Flags | Bits | None = None,
     ) -> None:
         self.tokens = tokens
+        self.scored = scored
         self.document_offsets: Integers = np.asarray(document_offsets, dtype=np.int64)
         count = len(self.document_offsets) - 1
         self.document_bytes: Integers = (
@@ -76,6 +102,7 @@ class Split:
         assert int(self.document_offsets[-1]) == len(tokens)
         assert len(self.document_bytes) == count
         assert len(self.ids) == count
+        assert scored is None or len(scored) == len(tokens)
 
     @property
     def n_documents(self) -> int:
@@ -100,8 +127,8 @@ class Split:
         return tokens
 
     def unscored_bytes(self, documents: Integers) -> int:
-        """UTF-8 bytes of the first tokens of some documents, which nothing comes before."""
-        if self._first_token_bytes is None:
+        """What `document_bytes` counts of some documents' first tokens, which nothing predicts."""
+        if self._first_token_bytes is None or self.scored is not None:
             return 0
         firsts, counts = np.unique(
             self.tokens[self.document_offsets[documents]], return_counts=True
@@ -110,7 +137,7 @@ class Split:
         return int(counts @ np.array(sizes, np.int64))
 
     def documents_bytes(self) -> Iterator[bytes]:
-        """The exact UTF-8 text of each document, in order; only where the store kept it."""
+        """The UTF-8 text that `document_bytes` counts of each document; where the store kept it."""
         if self._text is None:
             raise ValueError("only the validation split keeps the text of its documents")
         if isinstance(self._text, bytes):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.data.pieces import Arrays, read_arrays
-from armillary.data.token_store import FORMAT, MANIFEST_FILE, SPLITS, TOKENIZER_FOLDER
+from armillary.data.token_store import FORMAT, MANIFEST_FILE, SCORED_FILE, SPLITS, TOKENIZER_FOLDER
 from armillary.foundation.files import sha256_of, sync_folder, write_atomically
 from armillary.foundation.progress import Advance
 
@@ -31,6 +31,7 @@ class _File:
         self._count = count
         self._digest = hashlib.sha256()
         self._bytes = 0
+        self._bits = np.zeros(0, np.bool_)
 
     def __enter__(self) -> Self:
         self._file = self.path.open("wb")
@@ -52,6 +53,17 @@ class _File:
     def append(self, array: NDArray[Any]) -> None:
         """Appends the numbers of an array."""
         self.write(np.ascontiguousarray(array, self._dtype).tobytes())
+
+    def append_bits(self, flags: NDArray[np.bool_]) -> None:
+        """Appends flags, eight to a byte; those of an unfinished byte wait for `flush_bits`."""
+        flags = np.concatenate([self._bits, flags])
+        whole = len(flags) // 8 * 8
+        self.append(np.packbits(flags[:whole]))
+        self._bits = flags[whole:]
+
+    def flush_bits(self) -> None:
+        """Writes the last flags, with zeros after them."""
+        self.append(np.packbits(self._bits))
 
     def append_ends(self, lengths: NDArray[np.int64], start: int) -> int:
         """Appends where each of consecutive things ends, the first beginning at `start`."""
@@ -81,6 +93,7 @@ def assemble(
     *,
     facts: dict[str, Any],
     dtype: str,
+    masks: Sequence[bool],
     advance: Advance,
 ) -> None:
     """Writes a whole store into `staging`, which is made anew.
@@ -91,6 +104,7 @@ def assemble(
         tokenizer: folder of the saved tokenizer.
         facts: what else the manifest says; `parts` gets the counts of each part added.
         dtype: of the tokens.
+        masks: by part, whether some of its tokens are only read.
         advance: told of each piece, twice.
     """
     shutil.rmtree(staging, ignore_errors=True)
@@ -105,7 +119,12 @@ def assemble(
     counts = []
     for index, paths in enumerate(pieces):
         folder = staging / f"part-{index}"
-        counts.append({**facts["parts"][index], **_write_part(folder, paths, dtype, advance)})
+        counts.append(
+            {
+                **facts["parts"][index],
+                **_write_part(folder, paths, dtype=dtype, masks=masks[index], advance=advance),
+            }
+        )
         for split in SPLITS:
             files |= {
                 f"part-{index}/{split}/{name}": record
@@ -117,7 +136,7 @@ def assemble(
 
 
 def _write_part(
-    folder: Path, paths: Sequence[Path], dtype: str, advance: Advance
+    folder: Path, paths: Sequence[Path], *, dtype: str, masks: bool, advance: Advance
 ) -> dict[str, dict[str, Any]]:
     totals = {split: dict.fromkeys(("documents", "tokens", "bytes"), 0) for split in SPLITS}
     for path in paths:
@@ -133,7 +152,13 @@ def _write_part(
         split: {
             **total,
             "files": _write_split(
-                folder / split, split, paths, total=total, dtype=dtype, advance=advance
+                folder / split,
+                split,
+                paths,
+                total=total,
+                dtype=dtype,
+                masks=masks,
+                advance=advance,
             ),
         }
         for split, total in totals.items()
@@ -147,6 +172,7 @@ def _write_split(
     *,
     total: dict[str, int],
     dtype: str,
+    masks: bool,
     advance: Advance,
 ) -> dict[str, Any]:
     documents = total["documents"]
@@ -157,8 +183,9 @@ def _write_split(
         _File(folder / "id_offsets.npy", np.int64, documents + 1) as id_offsets,
         _File(folder / "ids.txt") as id_text,
         _File(folder / "text.bin") as text,
+        _File(folder / SCORED_FILE, np.uint8, -(-total["tokens"] // 8)) as scored,
     ):
-        files = [tokens, offsets, sizes, id_offsets, id_text, text]
+        files = [tokens, offsets, sizes, id_offsets, id_text, text, scored]
         token_end = id_end = 0
         for file in (offsets, id_offsets):
             file.append(np.zeros(1, np.int64))
@@ -172,10 +199,14 @@ def _write_split(
             id_end = id_offsets.append_ends(get["id_lengths"], id_end)
             if split == "validation":
                 text.write(found["validation.text"].tobytes())
+            if masks:
+                scored.append_bits(found[f"{split}.scored"])
             advance(0.5)
-    if split != "validation":
-        text.path.unlink()
-        files.remove(text)
+        scored.flush_bits()
+    for file, kept in ((text, split == "validation"), (scored, masks)):
+        if not kept:
+            file.path.unlink()
+            files.remove(file)
     sync_folder(folder)
     return {file.path.name: file.record() for file in files}
 

@@ -5,6 +5,8 @@ tokenizer/                   see `save_tokenizer`
 part-0/train/tokens.npy      all documents' token ids end to end (uint16, or uint32)
              offsets.npy     where each document begins in tokens; int64 [N + 1]
              bytes.npy       UTF-8 bytes of each document's text; int64 [N]
+             scored.npy      which tokens are predicted, a bit each (uint8 [ceil(T / 8)]); only
+                             of corpora with masks, where bytes and text are those of scored tokens
              ids.txt         the documents' ids end to end
              id_offsets.npy  where each id begins; int64 [N + 1]
 part-0/validation/...        the same, and text.bin: the held-out documents' text end to end
@@ -23,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.data.splits import Split, TextTable
+from armillary.data.splits import Bits, Split, TextTable
 from armillary.data.tokenizer import Tokenizer, load_tokenizer
 from armillary.foundation.errors import Problem, UserError
 from armillary.foundation.files import sha256_of
@@ -33,6 +35,7 @@ from armillary.foundation.strict_json import parse_json
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
+SCORED_FILE = "scored.npy"
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
@@ -199,11 +202,13 @@ def _open_split(folder: Path, first_token_bytes: Callable[[int], int] | None) ->
     tokens, offsets = _load(folder / "tokens.npy"), _load(folder / "offsets.npy")
     sizes, id_offsets = _load(folder / "bytes.npy"), _load(folder / "id_offsets.npy")
     identifiers = _map_bytes(folder / "ids.txt")
+    bits = _load(folder / SCORED_FILE) if (folder / SCORED_FILE).exists() else None
     if (
         tokens.dtype.kind != "u"
         or not len(sizes) + 1 == len(offsets) == len(id_offsets)
         or (offsets[0], offsets[-1]) != (0, len(tokens))
         or (id_offsets[0], id_offsets[-1]) != (0, len(identifiers))
+        or (bits is not None and (bits.dtype != np.uint8 or len(bits) != -(-len(tokens) // 8)))
     ):
         raise _damaged(folder, "its files do not fit together")
     return Split(
@@ -213,6 +218,7 @@ def _open_split(folder: Path, first_token_bytes: Callable[[int], int] | None) ->
         ids=TextTable(identifiers, id_offsets),
         text=text if text.exists() else None,
         first_token_bytes=first_token_bytes,
+        scored=None if bits is None else Bits(bits, len(tokens)),
     )
 
 

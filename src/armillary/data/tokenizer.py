@@ -7,9 +7,11 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from armillary.foundation.component import Component, name_of
@@ -19,9 +21,27 @@ from armillary.foundation.strict_json import parse_json
 
 DESCRIPTION_FILE = "armillary_tokenizer.json"
 TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_LARGEST_CONFIG = 1 << 24
+"""Bytes of a chat template, or of a file that holds one among other things."""
 
 Ids = NDArray[Any]
 """The ids of one text: one-dimensional, unsigned integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedIds:
+    """The ids of a text and where they stand in it."""
+
+    ids: NDArray[np.uint32]
+    """[T] token ids."""
+    starts: NDArray[np.int64]
+    """[T] first character of each token; tokens that share a character both have it."""
+    ends: NDArray[np.int64]
+    """[T] one past the last character of each token."""
+    special: NDArray[np.bool_]
+    """[T] whether it is a special token, which stands for no text."""
 
 
 class Tokenizer(Protocol):
@@ -40,6 +60,13 @@ class Tokenizer(Protocol):
         """Id that ends a document, where the vocabulary has one."""
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their names, BOS and EOS among them."""
+
+    chat_template: str
+    """Jinja template of conversations; empty where there is none."""
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides which ids a text gets."""
 
@@ -48,6 +75,15 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of many texts, as arrays of unsigned integers."""
+
+    def encode_marked(self, text: str, template: Sequence[tuple[int, int]]) -> MarkedIds:
+        """The ids of a text whose template names special tokens, with their places.
+
+        Args:
+            text: the text.
+            template: stretches of characters, in order, in which a special token's name stands for
+                that token. Names anywhere else, also such as lie partly within, are text.
+        """
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -93,9 +129,9 @@ class TokenizerConfig(Component, ABC):
 
 
 def fingerprint_of(files: dict[str, str]) -> str:
-    """SHA-256 over named contents."""
+    """SHA-256 over named contents; a chat template decides nothing about the ids of a text."""
     digest = hashlib.sha256()
-    for name in sorted(files):
+    for name in sorted(files.keys() - {CHAT_TEMPLATE_FILE}):
         content = files[name].encode()
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
@@ -131,9 +167,39 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(Problem(f"no tokenizer in {folder}: {error.strerror}")) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(Problem(f"{path} is damaged ({error!r})")) from error
+    template = read_chat_template(folder)
     if kind == "bytes":
-        return ByteTokenizer()
-    return SubwordTokenizer(parse_tokenizer(folder / TOKENIZER_FILE), bos_id, eos_id)
+        return ByteTokenizer(template)
+    parsed = parse_tokenizer(folder / TOKENIZER_FILE)
+    return SubwordTokenizer(parsed, bos_id, eos_id, template)
+
+
+def read_chat_template(folder: Path) -> str:
+    """The chat template in a tokenizer's folder: a file of its own, or in tokenizer_config.json.
+
+    Raises:
+        UserError: the file is no text, or too large.
+    """
+    path = folder / CHAT_TEMPLATE_FILE
+    try:
+        if path.exists():
+            return _text_of(path)
+        path = folder / TOKENIZER_CONFIG_FILE
+        stated = json.loads(_text_of(path))["chat_template"] if path.exists() else ""
+    except (KeyError, TypeError, RecursionError):
+        return ""
+    except (OSError, ValueError) as error:
+        raise UserError(Problem(f"{path} cannot be read: {error}")) from error
+    if isinstance(stated, list):  # templates by name
+        named = [each for each in stated if isinstance(each, dict)]
+        stated = next((one.get("template") for one in named if one.get("name") == "default"), "")
+    return stated if isinstance(stated, str) else ""
+
+
+def _text_of(path: Path) -> str:
+    if path.stat().st_size > _LARGEST_CONFIG:
+        raise ValueError(f"it has more than {_LARGEST_CONFIG} bytes")
+    return path.read_text("utf-8")
 
 
 def check_special_tokens(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> None:

@@ -7,20 +7,26 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from armillary.data.tokenizer import (
+    CHAT_TEMPLATE_FILE,
     DESCRIPTION_FILE,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     Ids,
+    MarkedIds,
     Tokenizer,
     TokenizerConfig,
     description,
     fingerprint_of,
+    read_chat_template,
 )
+from armillary.data.tokenizer_marked import MarkedEncoder, encoder_of
 from armillary.data.tokenizer_words import WordEncoder, cuts_words_like_gpt2
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError, nearest
@@ -56,10 +62,10 @@ class File(TokenizerConfig):
         """See `TokenizerConfig.build`."""
         path = self._path()
         parsed = parse_tokenizer(path)
-        stated = _stated_tokens(path.parent / "tokenizer_config.json")
+        stated = _stated_tokens(path.parent / TOKENIZER_CONFIG_FILE)
         bos = _find_token(parsed, "bos", self.bos, stated.get("bos_token"), _BOS_NAMES)
         eos = _find_token(parsed, "eos", self.eos, stated.get("eos_token"), _EOS_NAMES)
-        return SubwordTokenizer(parsed, bos, eos)
+        return SubwordTokenizer(parsed, bos, eos, read_chat_template(path.parent))
 
     def expected_vocab_size(self) -> int:
         """See `TokenizerConfig.expected_vocab_size`."""
@@ -93,11 +99,13 @@ class Bpe(TokenizerConfig):
     """Tokens in all: 256 bytes, BOS, EOS, and merges."""
     training_bytes: int = 8_000_000
     """At most this much training text is learned from, in bytes, picked by document hash."""
+    special: tuple[str, ...] = ()
+    """Names of further special tokens, such as <|im_start|>; they are no merges."""
 
     def build(self, texts: Iterable[str] = ()) -> Tokenizer:
         """See `TokenizerConfig.build`."""
         self._check()
-        return SubwordTokenizer(_train_bpe(self.vocab_size, texts), 0, 1)
+        return SubwordTokenizer(_train_bpe(self.vocab_size, self.special, texts), 0, 1)
 
     def text_needed(self) -> int:
         """See `TokenizerConfig.text_needed`."""
@@ -110,17 +118,30 @@ class Bpe(TokenizerConfig):
     def identity(self) -> dict[str, Any]:
         """See `TokenizerConfig.identity`."""
         self._check()
-        return {"name": "bpe", **dataclasses.asdict(self)}
+        values = dataclasses.asdict(self)
+        if not self.special:  # as before there was such a thing
+            del values["special"]
+        return {"name": "bpe", **values}
 
     def problems(self) -> list[Problem]:
         """See `TokenizerConfig.problems`."""
         problems = []
-        if not _MINIMUM_VOCAB <= self.vocab_size <= 2**24:
+        least = _MINIMUM_VOCAB + len(self.special)
+        further = f", {len(self.special)} special tokens more" if self.special else ""
+        if not least <= self.vocab_size <= 2**24:
             problems.append(
                 Problem(
                     f"data.tokenizer.vocab_size = {self.vocab_size}",
-                    f"{_MINIMUM_VOCAB} (256 bytes, BOS, EOS) to {2**24}",
+                    f"{least} (256 bytes, BOS, EOS{further}) to {2**24}",
                     "--data.tokenizer.vocab-size 4096",
+                )
+            )
+        names = (BOS_TOKEN, EOS_TOKEN, *self.special)
+        if len(set(names)) < len(names) or "" in names:
+            problems.append(
+                Problem(
+                    f"data.tokenizer.special = {', '.join(self.special)}",
+                    f"names, each once, other than {BOS_TOKEN} and {EOS_TOKEN}",
                 )
             )
         if self.training_bytes < 1:
@@ -142,7 +163,11 @@ class SubwordTokenizer:
     """A parsed tokenizer.json with an explicit BOS and EOS."""
 
     def __init__(
-        self, parsed: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None
+        self,
+        parsed: tokenizers.Tokenizer,
+        bos_id: int | None,
+        eos_id: int | None,
+        chat_template: str = "",
     ) -> None:
         parsed.encode_special_tokens = True  # "<|eos|>" in a text is text, not the end of it
         parsed.no_padding()
@@ -151,7 +176,26 @@ class SubwordTokenizer:
         self._words = WordEncoder(parsed) if cuts_words_like_gpt2(parsed) else None
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self.chat_template = chat_template
         self.vocab_size: int = max(parsed.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """See `Tokenizer.special_tokens`."""
+        added = self._parsed.get_added_tokens_decoder()
+        found = {token.content: number for number, token in added.items() if token.special}
+        for number in (self.bos_id, self.eos_id):  # a vocabulary may not call them special
+            if number is not None and (name := self._parsed.id_to_token(number)) is not None:
+                found[name] = number
+        return found
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def _marked(self) -> MarkedEncoder:
+        return encoder_of(self._parsed, self.special_tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -170,6 +214,10 @@ class SubwordTokenizer:
         found = self._parsed.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
+    def encode_marked(self, text: str, template: Sequence[tuple[int, int]]) -> MarkedIds:
+        """See `Tokenizer.encode_marked`."""
+        return self._marked.encode(text, template)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""
         text: str = self._parsed.decode(
@@ -180,6 +228,8 @@ class SubwordTokenizer:
     def byte_count(self, token: int) -> int:
         """See `Tokenizer.byte_count`."""
         name: str | None = self._parsed.id_to_token(token)
+        if token in self._special_ids:
+            return 0
         if name is not None and type(self._parsed.decoder).__name__ == "ByteLevel":
             return len(name)  # one character for each byte, whole characters or not
         if name is not None and _BYTE.fullmatch(name):
@@ -191,6 +241,7 @@ class SubwordTokenizer:
         return {
             TOKENIZER_FILE: self._parsed.to_str(),
             DESCRIPTION_FILE: description("subword", self.bos_id, self.eos_id),
+            **({CHAT_TEMPLATE_FILE: self.chat_template} if self.chat_template else {}),
         }
 
 
@@ -228,7 +279,9 @@ def parse_tokenizer(path: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _train_bpe(vocab_size: int, texts: Iterable[str]) -> tokenizers.Tokenizer:
+def _train_bpe(
+    vocab_size: int, special: tuple[str, ...], texts: Iterable[str]
+) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Parsed
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -237,7 +290,7 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> tokenizers.Tokenizer:
     parsed.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS_TOKEN, EOS_TOKEN],
+        special_tokens=[BOS_TOKEN, EOS_TOKEN, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -99,5 +99,5 @@ def _texts(corpus: CorpusConfig, source: Source) -> Iterator[str]:
     for item in corpus.read(source):
         if isinstance(item, Problem):
             raise changed_while_building(source)
-        if item.text:
+        if not item.is_empty:
             yield item.text

@@ -6,16 +6,15 @@ document of its own that no other token sees, and every row has its own random s
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from armillary.foundation.errors import Problem, UserError
 from armillary.inference.sampling import choose, is_temperature, uniform_draws
+from armillary.inference.undisturbed import uncompiled
 from armillary.models.decoder import Decoder
 from armillary.models.layers.cache import KeyValueCache
 from armillary.models.layers.documents import Documents
@@ -36,9 +35,10 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     vocab_size: int | None = None,
     on_token: OnToken | None = None,
+    ended: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """What follows each prompt: the new tokens only, without the end-of-text token.
 
@@ -50,10 +50,11 @@ def generate(
         top_k: choose among the k likeliest tokens only; 0: among all.
         top_p: choose among the likeliest tokens that hold this share of probability only.
         seed: of the random streams; the same seed and prompt give the same tokens.
-        eos_id: token that ends a row; None: rows end at their full length.
+        eos_id: token that ends a row, or several of them; None: rows end at their full length.
         vocab_size: only smaller ids are chosen: the tokenizer's size, where the head has rows to
             spare; None: all of the head's.
         on_token: hears of each token as it is chosen; not of the end-of-text token.
+        ended: asked of a row's tokens after each, whether it ends with it; the same on every rank.
 
     Raises:
         UserError: arguments out of range, a prompt without tokens, or too long for the model.
@@ -69,33 +70,39 @@ def generate(
         return choose(logits[:, :vocab_size], draws[:, index], **limits)
 
     rows: list[list[int]] = [[] for _ in prompts]
-    for row, token in _continued(model, prompts, max_new_tokens, eos_id, pick):
+    ends = (eos_id,) if isinstance(eos_id, int) else eos_id or ()
+
+    def goes_on(row: int, token: int) -> bool:
+        if token in ends:
+            return False
         rows[row].append(token)
         if on_token is not None:
             on_token(row, token)
+        return ended is None or not ended(rows[row])
+
+    _continue(model, prompts, max_new_tokens, pick, goes_on)
     return rows
 
 
-def _continued(
+def _continue(
     model: Decoder | ParallelModel,
     prompts: Sequence[Sequence[int]],
     most: int,
-    eos_id: int | None,
     pick: Callable[[Tensor, int], list[int]],
-) -> Iterator[tuple[int, int]]:
-    """(row, token) of every new token as it is chosen, until each row has ended or has `most`."""
+    goes_on: Callable[[int, int], bool],
+) -> None:
+    """Tells `goes_on` (row, token) of every new token, until each row has ended or has `most`."""
     device = model.device if isinstance(model, ParallelModel) else model.embedding.weight.device
     tokens, documents = _padded(prompts, device)
     cache = KeyValueCache(tokens.shape[1] + most)
     open_rows = list(range(len(prompts)))
-    with _uncompiled():
+    with uncompiled():
         logits = model(tokens, documents, cache=cache, output=_last_logits)
         for index in range(most):
             chosen = pick(logits, index)
             if isinstance(model, ParallelModel):
                 chosen = model.agreed(chosen)
-            open_rows = [row for row in open_rows if chosen[row] != eos_id]
-            yield from ((row, chosen[row]) for row in open_rows)
+            open_rows = [row for row in open_rows if goes_on(row, chosen[row])]
             if not open_rows or index + 1 == most:
                 return
             added = torch.tensor(chosen, device=device)[:, None]
@@ -156,14 +163,3 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
 def _last_logits(hidden: Tensor, head: Head) -> Tensor:
     """Logits `[B, V]` of the last column only."""
     return head.logits(hidden[:, -1])
-
-
-def _uncompiled() -> AbstractContextManager[None]:
-    """Runs compiled blocks as plain code: their shapes grow by one with every token.
-
-    Where nothing has been compiled the compiler is not even loaded, which takes seconds.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance = torch.compiler.set_stance("force_eager")
-    return cast("AbstractContextManager[None]", stance)

@@ -23,8 +23,10 @@ from armillary.foundation.run_folder import (
     checkpoints_address,
 )
 from armillary.models.decoder import Decoder
+from armillary.models.tuning.merge import merge_low_rank
 from armillary.parallel.materialise import allocate
 from armillary.recipe import Recipe, read_toml
+from armillary.recipe.build import build_model
 from armillary.recipe.overrides import apply
 
 _WORDS = Words("--step", "leaving --step out", "restore a copy, or name another run")
@@ -40,13 +42,30 @@ class Trained:
     checkpoint: Found
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, begun as the documents of the training data began."""
-        bos = self.tokenizer.bos_id if self.recipe.data.bos else None
-        return [*([] if bos is None else [bos]), *self.tokenizer.encode(text)]
+        """See `prompt_tokens`."""
+        return prompt_tokens(self.tokenizer, self.recipe, text)
+
+
+def prompt_tokens(tokenizer: Tokenizer, recipe: Recipe, text: str) -> list[int]:
+    """Token ids of a prompt, begun as the documents of the training data began."""
+    bos = tokenizer.bos_id if recipe.data.bos else None
+    return [*([] if bos is None else [bos]), *tokenizer.encode(text)]
+
+
+def recipe_at(recipe: Recipe, step: int | None) -> Recipe:
+    """The recipe that a run had at a step, for its model; None: at its end."""
+    if not recipe.stages:
+        return recipe
+    return recipe.stage_at(recipe.total_steps if step is None else max(1, step))[1]
 
 
 def load_trained(
-    path: Path, *, step: int | None = None, device: torch.device, progress: Progress | None = None
+    path: Path,
+    *,
+    step: int | None = None,
+    device: torch.device,
+    progress: Progress | None = None,
+    merge: bool = False,
 ) -> Trained:
     """Loads what a run has saved.
 
@@ -57,17 +76,20 @@ def load_trained(
         step: which of the run's checkpoints; None: the newest that verifies.
         device: where the model will be.
         progress: hears of the bytes read to verify.
+        merge: add low-rank factors to their weights, so that each product is a single one.
 
     Raises:
         UserError: not a run, no such checkpoint, or one that does not verify.
     """
     run, found = find_saved(path, step, progress)
-    recipe = apply(Recipe(), [read_toml(run / RECIPE_FILE)])
+    recipe = recipe_at(apply(Recipe(), [read_toml(run / RECIPE_FILE)]), found.step)
     tokenizer = load_tokenizer(run / TOKENIZER_FOLDER)
     with torch.device("meta"):
-        model = recipe.model.build()
+        model = build_model(recipe)
     allocate(model, device)
     restore_model(found, model)
+    if merge:
+        merge_low_rank(model.modules())
     if device.type != "cpu":
         round_parameters(model, recipe.precision.compute_dtype)
     return Trained(model=model.eval(), tokenizer=tokenizer, recipe=recipe, checkpoint=found)
@@ -90,7 +112,7 @@ def find_saved(
     Raises:
         UserError: not a run, no such checkpoint, or one that does not verify.
     """
-    run, own_step = _run_and_step(path)
+    run, own_step = run_and_step(path)
     if own_step is not None and step not in (None, own_step):
         message = f"--step {step}: {path} is the checkpoint of step {own_step}"
         raise UserError(Problem(message, fix=f"armillary generate {run} --step {step}"))
@@ -104,7 +126,7 @@ def find_saved(
     return run, found
 
 
-def _run_and_step(path: Path) -> tuple[Path, int | None]:
+def run_and_step(path: Path) -> tuple[Path, int | None]:
     """The run folder, and the step when the path names a checkpoint in it."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"

@@ -56,19 +56,22 @@ class _SwiGLULinear(torch.autograd.Function):
         return F.linear(_product(gate, up), weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])  # [T, D]
         gates, ups = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])  # [T, F]
         grad_up = rows @ weight  # of the product at first, of `up` after the loop
-        product, grad_gate = torch.empty_like(ups), torch.empty_like(gates)
+        grad_gate = torch.empty_like(gates)
+        product = torch.empty_like(ups) if ctx.needs_input_grad[2] else None
         for piece in pieces(gates):
             activated = F.silu(gates[piece])
-            torch.mul(activated, ups[piece], out=product[piece])
+            if product is not None:
+                torch.mul(activated, ups[piece], out=product[piece])
             grad_activated = grad_up[piece] * ups[piece]
             _silu_backward(grad_activated, gates[piece], out=grad_gate[piece])
             grad_up[piece] *= activated
-        return grad_gate.view(gate.shape), grad_up.view(up.shape), rows.mT @ product
+        grad_weight = None if product is None else rows.mT @ product
+        return grad_gate.view(gate.shape), grad_up.view(up.shape), grad_weight
 
 
 def _product(gate: Tensor, up: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.patterns import pattern_problems
 from armillary.optim.config import OptimizerConfig
 from armillary.optim.groups import (
     NO_DECAY,
     Group,
     Named,
     named_parameters,
-    pattern_problems,
     range_problems,
     split_by_decay,
     whole_shapes,
@@ -65,8 +65,10 @@ class AdamW(OptimizerConfig):
         if problems:
             raise UserError(problems)
         groups = split_by_decay(named_parameters(model), self.no_decay, self.weight_decay)
-        optimizer = build_adamw(groups, lr=self.lr, betas=self.betas, eps=self.eps)
-        return Optimizers([optimizer], rate=self.lr)
+        optimizers = []
+        if groups:  # a stage of a pipeline may train nothing
+            optimizers.append(build_adamw(groups, lr=self.lr, betas=self.betas, eps=self.eps))
+        return Optimizers(optimizers, rate=self.lr)
 
 
 def adamw_checks(

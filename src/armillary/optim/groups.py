@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol
 
 from armillary.foundation.errors import Problem
+from armillary.foundation.patterns import matches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,11 +48,6 @@ def whole_shapes(model: Named) -> Mapping[str, Sequence[int]]:
     return shapes
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a shell-style pattern (`layers.0.*`) matches the whole name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def split_by_decay(
     named: dict[str, nn.Parameter], no_decay: Sequence[str], weight_decay: float
 ) -> list[Group]:
@@ -61,25 +55,6 @@ def split_by_decay(
     decayed = [p for name, p in named.items() if not matches(name, no_decay)]
     plain = [p for name, p in named.items() if matches(name, no_decay)]
     return [g for g in (Group(decayed, weight_decay), Group(plain, 0.0)) if g.parameters]
-
-
-def pattern_problems(
-    leaf: str, patterns: Sequence[str], names: Sequence[str], default: Sequence[str]
-) -> list[Problem]:
-    """A problem for each pattern that matches no parameter, unless it is one of the default's."""
-    problems = []
-    for pattern in patterns:
-        if pattern in default or any(fnmatchcase(name, pattern) for name in names):
-            continue
-        near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
-        problems.append(
-            Problem(
-                f"{leaf}: the pattern {pattern!r} matches no parameter of the model",
-                f"a shell-style pattern over parameter names, the nearest being {', '.join(near)}",
-                f"--{leaf} '[\"{near[0]}\"]'" if near else None,
-            )
-        )
-    return problems
 
 
 def range_problems(checks: Iterable[tuple[str, object, bool, str]]) -> list[Problem]:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from armillary.foundation.component import component
 from armillary.foundation.errors import Problem, UserError
+from armillary.foundation.patterns import matches, pattern_problems
 from armillary.optim.adamw import adamw_checks, build_adamw
 from armillary.optim.config import OptimizerConfig
 from armillary.optim.groups import (
     NO_DECAY,
     Named,
-    matches,
     named_parameters,
-    pattern_problems,
     range_problems,
     split_by_decay,
     whole_shapes,

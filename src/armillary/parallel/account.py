@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from armillary.foundation.patterns import matches
 from armillary.models.config import ModelConfig
+from armillary.models.decoder import Decoder
+from armillary.models.tuning.config import Full, TuningConfig
 from armillary.optim.config import OptimizerConfig
-from armillary.optim.groups import matches
 from armillary.optim.muon import Muon, is_matrix
 from armillary.parallel.config import Parallel
 from armillary.parallel.data_sharding import DATA_AXIS, data_dim
@@ -47,6 +49,8 @@ class Held:
     """Of what is here; a dim of 0: nothing."""
     moments: int
     """Tensors of its shape that the optimizer keeps."""
+    is_trained: bool = True
+    """Whether it has a gradient."""
 
     @property
     def elements(self) -> int:
@@ -80,9 +84,10 @@ class RankAccount:
     def bytes(self) -> dict[str, int]:
         """By kind, see `KINDS`."""
         moments = sum(held.moments * held.elements for held in self.parameters)
+        trained = sum(held.elements for held in self.parameters if held.is_trained)
         return {
             "parameters": self.elements * BYTES_PER_ELEMENT,
-            "gradients": self.elements * BYTES_PER_ELEMENT,
+            "gradients": trained * BYTES_PER_ELEMENT,
             "optimizer": moments * BYTES_PER_ELEMENT,
         }
 
@@ -102,6 +107,8 @@ class _Stages:
 
     layers: dict[int, tuple[str, ...]]
     parameters: tuple[tuple[str, Layout], ...]
+    frozen: frozenset[str]
+    """Names of what is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +127,20 @@ class Account:
     """The books of all ranks. Stages are cut when they are first asked for."""
 
     def __init__(
-        self, model: ModelConfig, parallel: Parallel, optimizer: OptimizerConfig, world_size: int
+        self,
+        model: ModelConfig,
+        parallel: Parallel,
+        optimizer: OptimizerConfig,
+        world_size: int,
+        tuning: TuningConfig | None = None,
     ) -> None:
-        """Of an arrangement without problems on `world_size` ranks."""
+        """Of an arrangement without problems on `world_size` ranks; without a tuning all weights
+        are trained."""
         self.parallel = parallel.resolve(world_size)
         self.grid: Grid = self.parallel.grid
         self.stage_ranks = rank_of_stages(self.parallel)
         """The pipeline rank of each stage, first to last."""
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._tuning = model, optimizer, tuning or Full()
         self._stages = functools.cache(self._cut)
 
     def rank(self, rank: int) -> RankAccount:
@@ -144,7 +157,7 @@ class Account:
             after=after,
             stages=stages.layers,
             parameters=tuple(
-                Held(name, layout.shape, local_shape(layout, place), self._moments(name, layout))
+                self._held(name, layout, place, is_trained=name not in stages.frozen)
                 for name, layout in stages.parameters
             ),
         )
@@ -158,8 +171,7 @@ class Account:
 
     def stages(self) -> list[StageShare]:
         """The pipeline, first stage to last, with what each is estimated to cost."""
-        with torch.device("meta"):
-            model = self._model.build()
+        model = self._whole()
         ranks, names = self.stage_ranks, list(model.layers)
         costs = layer_costs(model)
         plan = plan_of(model, len(ranks), self.parallel.stage_layers)
@@ -181,8 +193,8 @@ class Account:
         """Runs the passes as the first rank of a pipeline place would."""
         world_size = self.grid.world_size
         mesh = Mesh.imagined(self.parallel, world_size, pp * (world_size // self.grid.pp))
-        with torch.device("meta"):
-            model: nn.Module = self._model.build()
+        model = self._whole()
+        frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         layouts = Layouts.of(model)
         parts = split_pipeline(model, mesh, layouts)
         for part in parts:
@@ -197,6 +209,23 @@ class Account:
                 for part in parts
                 for name in dict.fromkeys(layouts.canonical(n) for n, _ in part.named_parameters())
             ),
+            frozen,
+        )
+
+    def _whole(self) -> Decoder:
+        """The model, on `meta`."""
+        with torch.device("meta"):
+            model = self._model.build()
+        self._tuning.apply(model)
+        return model
+
+    def _held(self, name: str, layout: Layout, place: RankPlace, *, is_trained: bool) -> Held:
+        return Held(
+            name,
+            layout.shape,
+            local_shape(layout, place),
+            self._moments(name, layout) if is_trained else 0,
+            is_trained,
         )
 
     def _neighbours(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -37,6 +37,15 @@ def compile_blocks(
         module.forward = torch.compile(module.forward, **options)  # type: ignore[union-attr]
 
 
+def forget_compiled(config: Compile) -> None:
+    """Lets go of all code, for models to come: those are compiled as in a new process.
+
+    Rows of another length would else be compiled for any length.
+    """
+    if config.enabled:
+        torch.compiler.reset()
+
+
 def _routes(block: nn.Module) -> bool:
     return any(hasattr(module, "dispatch") for module in block.modules())
 

@@ -76,6 +76,8 @@ class WholeModel:
     """How each parameter and persistent buffer starts, by canonical name."""
     max_seq_len: int
     """Longest row it is meant for, in tokens."""
+    frozen: frozenset[str] = frozenset()
+    """Canonical names of the parameters that are not trained."""
     statistics: tuple[str, ...] = ()
     """Names of what its layers may report of a step."""
 
@@ -87,6 +89,7 @@ class WholeModel:
             shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
             initializers=declared_initializers(model),
             max_seq_len=getattr(model, "max_seq_len", 0),
+            frozen=frozenset(n for n, p in model.named_parameters() if not p.requires_grad),
             statistics=tuple(dict.fromkeys(name for e in ending for name in e.statistics)),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 
@@ -35,7 +36,7 @@ class Budget:
         if self.steps is not None:
             return self.steps
         assert self.tokens is not None, "a recipe without problems has steps or tokens"
-        return math.ceil(self.tokens / self.batch_tokens)
+        return math.ceil(Fraction(self.tokens) / self.batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from armillary.data.corpus import problems_of
+from armillary.foundation.divisors import divisors
 from armillary.foundation.errors import Problem
 from armillary.foundation.secrets import holds_a_secret
-from armillary.parallel.arrangement import divisors
 from armillary.parallel.config import Parallel
 from armillary.parallel.schedules import rows_at_once, takes
 from armillary.recipe.problems_followed import followed
@@ -22,6 +22,7 @@ from armillary.recipe.problems_mesh import (
 )
 from armillary.recipe.problems_replicas import replica_problems
 from armillary.recipe.problems_scores import score_problems
+from armillary.recipe.problems_stages import stage_problems
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.tree import leaves
 
@@ -34,7 +35,7 @@ _POSITIVE = (
     "budget.seq_len",
     "max_gradient_norm",
 )
-_LARGEST_SEED = 2**63 - 1
+_LARGEST = 2**63 - 1
 
 
 def problems(
@@ -48,6 +49,12 @@ def problems(
         data: also ask for what only a machine that reads the data needs, such as files that exist.
         more_ranks: the option that asks for more than 1 rank, where none was given.
     """
+    if too_large := list(_too_large(recipe)):
+        return too_large  # of the rest, sums of such numbers would be asked
+    if recipe.stages:
+        return stage_problems(
+            recipe, lambda each: problems(each, world_size, data=data, more_ranks=more_ranks)
+        )
     budgeted = not any(_ranges(recipe))
     if more_ranks and world_size == 1 and budgeted and (wanted := ranks_wanted(recipe)) > 1:
         few = too_few_ranks(recipe.parallel, wanted, more_ranks)
@@ -66,11 +73,13 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
     no_length = _length(recipe) if countable else []
     found += no_length
     found += recipe.model.problems(budget.seq_len)
-    parts: list[Any] = [recipe.task, recipe.optimizer, recipe.precision, recipe.compile]
-    parts += [recipe.activation_checkpoint, recipe.checkpoint, recipe.guard, recipe.telemetry]
-    parts += [recipe.watchdog, recipe.replicas]
+    parts: list[Any] = [recipe.tuning, recipe.task, recipe.optimizer, recipe.precision]
+    parts += [recipe.compile, recipe.activation_checkpoint, recipe.checkpoint, recipe.guard]
+    parts += [recipe.telemetry, recipe.watchdog, recipe.replicas]
     for part in parts:
         found += getattr(part, "problems", list)()
+    saves = recipe.checkpoint
+    found += recipe.export.problems((saves.every, saves.keep_every, saves.ephemeral_every))
     found += _compiled_only(recipe)
     found += _on_the_device(recipe)
     found += _nowhere_to_go_back_to(recipe)
@@ -91,7 +100,9 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
             found += microbatch_problems(recipe, world_size)
             found += replica_problems(recipe, parallel)
     found += recipe.data.problems()
+    found += recipe.evaluation.problems(budget.seq_len, getattr(recipe.model, "max_seq_len", None))
     if data:
+        found += recipe.evaluation.missing()
         found += [problem for problem in _data(recipe) if problem not in found]
     found += _secrets(recipe)
     told = "\n".join(problem.message for problem in found)
@@ -100,7 +111,7 @@ def _problems(recipe: Recipe, world_size: int, *, data: bool) -> list[Problem]:
 
 def _ranges(recipe: Recipe) -> Iterator[Problem]:
     """The recipe's own numbers; components answer for theirs."""
-    if not 0 <= recipe.seed <= _LARGEST_SEED:
+    if not 0 <= recipe.seed <= _LARGEST:
         yield Problem(f"seed = {recipe.seed} is out of range", "0 to 2^63 - 1", "--seed 0")
     defaults = {leaf.name: leaf.value for leaf in leaves(Recipe())}
     if not recipe.gradient_norm_order >= 1:  # nor is NaN
@@ -193,6 +204,14 @@ def _not_finite(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
         ):
             continue
         yield leaf.name, Problem(f"{leaf.name} = {leaf.value} is not finite", "finite numbers")
+
+
+def _too_large(recipe: Recipe) -> Iterator[Problem]:
+    """Whole numbers that no tensor could hold; TOML and Python know no limit."""
+    for leaf in leaves(recipe):
+        values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
+        if any(isinstance(value, int) and abs(value) > _LARGEST for value in values):
+            yield Problem(f"{leaf.name} = {leaf.value} is out of range", "up to 2^63 - 1")
 
 
 def _length(recipe: Recipe) -> list[Problem]:

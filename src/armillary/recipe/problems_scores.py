@@ -16,12 +16,16 @@ def score_problems(recipe: Recipe) -> Iterator[Problem]:
         recipe: of a known length.
     """
     saves = recipe.checkpoint
-    if saves.keep_best <= 0 or recipe.validation.every < 0:
+    if saves.keep_best <= 0 or min(recipe.validation.every, recipe.evaluation.every) < 0:
         return
     what = f"checkpoint.keep_best = {saves.keep_best}"
     try:
         names = recipe.data.held_out_names()
     except UserError:  # the corpus answers for itself
+        return
+    tasks = [task.name for task in recipe.evaluation.tasks]
+    if saves.best_metric in tasks and saves.best_metric not in names:
+        yield from _never_scored(recipe, what, "evaluation")
         return
     if not names:
         yield Problem(
@@ -31,16 +35,22 @@ def score_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     elif saves.best_metric not in names:
         yield Problem(
-            f"checkpoint.best_metric = {saves.best_metric!r} is no held-out set of this recipe",
-            ", ".join(names),
-            f"--checkpoint.best-metric {nearest(saves.best_metric, names) or names[0]}",
+            f"checkpoint.best_metric = {saves.best_metric!r} is no held-out set of this recipe"
+            f"{' and none of its tasks' if tasks else ''}",
+            ", ".join([*names, *tasks]),
+            f"--checkpoint.best-metric {nearest(saves.best_metric, [*names, *tasks]) or names[0]}",
         )
-    yield from _never_scored(recipe, what)
+    yield from _never_scored(recipe, what, "validation")
 
 
-def _never_scored(recipe: Recipe, what: str) -> Iterator[Problem]:
-    """A score is of the very step that is saved; the last step is looked at after its save."""
-    saves, looks, steps = recipe.checkpoint, recipe.validation.every, recipe.budget.total_steps
+def _never_scored(recipe: Recipe, what: str, part: str) -> Iterator[Problem]:
+    """A score is of the very step that is saved; the last step is looked at after its save.
+
+    Args:
+        part: of the recipe, whose looks give the score.
+    """
+    saves, steps = recipe.checkpoint, recipe.budget.total_steps
+    looks: int = getattr(recipe, part).every
     periods = {"every": saves.every, "keep_every": saves.keep_every}
     periods["ephemeral_every"] = saves.ephemeral_every
     used = {name: every for name, every in periods.items() if every > 0} or {"every": saves.every}
@@ -48,19 +58,19 @@ def _never_scored(recipe: Recipe, what: str) -> Iterator[Problem]:
         return
     saved = ", ".join(f"checkpoint.{name} = {every}" for name, every in used.items())
     yield Problem(
-        f"{what} and no checkpoint has a score: with validation.every = {looks} and {saved},"
+        f"{what} and no checkpoint has a score: with {part}.every = {looks} and {saved},"
         f" none of steps 1 to {steps - 1} is both looked at and saved",
         "steps that are looked at and saved, before the last; or checkpoint.keep_best = 0",
-        _proposal(looks, [every for every in used.values() if 0 < every < steps], steps),
+        _proposal(part, looks, [every for every in used.values() if 0 < every < steps], steps),
     )
 
 
-def _proposal(looks: int, saves: list[int], steps: int) -> str:
+def _proposal(part: str, looks: int, saves: list[int], steps: int) -> str:
     if saves:
-        return f"--validation.every {min(saves)}"
+        return f"--{part}.every {min(saves)}"
     if 0 < looks < steps:
         return f"--checkpoint.every {looks}"
     if steps < 2:
         return "--checkpoint.keep-best 0"
     every = max(1, steps // 10)
-    return f"--validation.every {every} --checkpoint.every {every}"
+    return f"--{part}.every {every} --checkpoint.every {every}"

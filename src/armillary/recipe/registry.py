@@ -1,6 +1,6 @@
 """Recipes by name.
 
-@recipe("my-llama")
+@recipe("my-llama", sources={"optimizer.lr": "ours: half of what diverged"})
 def my_llama() -> Recipe:
     \"""One line that says what it is for.\"""
     return Recipe(...)
@@ -8,11 +8,13 @@ def my_llama() -> Recipe:
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +26,47 @@ if TYPE_CHECKING:
 
 RecipeFunction = Callable[[], "Recipe"]
 
+_CLOSE = 6
+"""Names that an error proposes, at most."""
+
 _RECIPES: dict[str, RecipeFunction] = {}
 _IN_FILES: dict[str, dict[str, RecipeFunction]] = {}
 """Recipes in files of the user's own, by module: two files may use one name."""
 
 
-def recipe(name: str) -> Callable[[RecipeFunction], RecipeFunction]:
-    """Registers a function without arguments as the recipe `name`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """What is told of a recipe beside its values."""
+
+    family: str = "others"
+    """What it is listed under."""
+    gpus: int | None = None
+    """GPUs of 80 GB it is made for; 0: a CPU, None: as many as there are."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where values come from, by the name of a leaf or of a group of leaves: a publication with
+    its section or table, or `ours: reason`. Of several names that hold a leaf the longest counts.
+    """
+
+
+_CARDS: dict[object, Card] = {}
+"""By the function that makes the recipe."""
+
+
+def recipe(
+    name: str,
+    *,
+    family: str = "others",
+    gpus: int | None = None,
+    sources: Mapping[str, str] | None = None,
+) -> Callable[[RecipeFunction], RecipeFunction]:
+    """Registers a function without arguments as the recipe `name`; for the rest see `Card`.
 
     Raises:
         ValueError: another function holds the name.
     """
 
     def register(function: RecipeFunction) -> RecipeFunction:
+        _CARDS[function] = Card(family=family, gpus=gpus, sources=dict(sources or {}))
         if is_file_module(function.__module__):
             _IN_FILES.setdefault(function.__module__, {})[name] = function
             return function
@@ -75,6 +105,18 @@ def describe(name: str) -> str:
     return (inspect.getdoc(_RECIPES[name]) or "").partition("\n")[0]
 
 
+def card(name: str) -> Card:
+    """What is told of the recipe called `name` beside its values; an empty card if nothing is.
+
+    Raises:
+        UserError: see `get`.
+    """
+    if name.endswith(".toml"):
+        return Card()
+    function = _outside(name) if is_outside(name) else _registered(name)
+    return _CARDS.get(function, Card())
+
+
 def get(name: str) -> Recipe:
     """The recipe called `name`: a registered one, `path/to/file.py:name`, or a `.toml` file.
 
@@ -85,12 +127,23 @@ def get(name: str) -> Recipe:
         return _from_file(name)
     if is_outside(name):
         return _from_outside(name)
+    return _registered(name)()
+
+
+def _registered(name: str) -> RecipeFunction:
     known = names()
     if name not in _RECIPES:
-        best = nearest(name, known)
-        fix = best or ("--from-file FILE.toml" if Path(name).exists() else "armillary recipes list")
-        raise UserError(Problem(f"there is no recipe {name!r}", ", ".join(known), fix))
-    return _RECIPES[name]()
+        close = sorted(difflib.get_close_matches(name, known, n=_CLOSE, cutoff=0.5), key=_natural)
+        listed = "the names that armillary recipes list shows"
+        fix = "--from-file FILE.toml" if Path(name).exists() else "armillary recipes list"
+        raise UserError(
+            Problem(
+                f"there is no recipe {name!r}",
+                f"{listed}, such as {', '.join(close)}" if close else listed,
+                nearest(name, known) or fix,
+            )
+        )
+    return _RECIPES[name]
 
 
 def _from_file(name: str) -> Recipe:
@@ -101,9 +154,8 @@ def _from_file(name: str) -> Recipe:
     return apply(Recipe(), [read_toml(name)])
 
 
-def _from_outside(name: str) -> Recipe:
-    from armillary.recipe.recipe import Recipe
-
+def _outside(name: str) -> Callable[[], object]:
+    """The function that a file or module of the user's own has under this name."""
     module, word = load(name)
     found = {key: item for key, item in _RECIPES.items() if item.__module__ == module.__name__}
     found |= _IN_FILES.get(module.__name__, {})
@@ -123,7 +175,13 @@ def _from_outside(name: str) -> Recipe:
                 best and f"{place}:{best}",
             )
         )
-    made = _call(function, name)
+    return function
+
+
+def _from_outside(name: str) -> Recipe:
+    from armillary.recipe.recipe import Recipe
+
+    made = _call(_outside(name), name)
     if not isinstance(made, Recipe):
         raise UserError(
             Problem(f"{name} returns {type(made).__name__}", "a function that returns a Recipe")

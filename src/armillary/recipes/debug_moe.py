@@ -13,6 +13,7 @@ from armillary.models.qwen3_moe import qwen3_moe
 from armillary.recipe.budget import Budget, Validation
 from armillary.recipe.recipe import Recipe
 from armillary.recipe.registry import recipe
+from armillary.recipes.debug import SOURCES
 
 
 def build(model: MoEDecoder) -> Recipe:
@@ -25,25 +26,25 @@ def build(model: MoEDecoder) -> Recipe:
     )
 
 
-@recipe("debug-qwen3-moe")
+@recipe("debug-qwen3-moe", family="debug", gpus=0, sources=SOURCES)
 def debug_qwen3_moe() -> Recipe:
     """A tiny Qwen3 with experts on bytes: 4 layers, 8 experts, 2 a token."""
     return build(qwen3_moe("debug"))
 
 
-@recipe("debug-deepseek")
+@recipe("debug-deepseek", family="debug", gpus=0, sources=SOURCES)
 def debug_deepseek() -> Recipe:
     """A tiny DeepSeek-V3 on bytes: latent attention, grouped experts, selection biases."""
     return build(deepseek("debug"))
 
 
-@recipe("debug-deepseek-ahead")
+@recipe("debug-deepseek-ahead", family="debug", gpus=0, sources=SOURCES)
 def debug_deepseek_ahead() -> Recipe:
     """The same, which also learns the token after the next."""
     return build(replace(deepseek("debug"), predict_ahead=True))
 
 
-@recipe("debug-gpt-oss")
+@recipe("debug-gpt-oss", family="debug", gpus=0, sources=SOURCES)
 def debug_gpt_oss() -> Recipe:
     """A tiny GPT-OSS on bytes: sinks, a window of 32 in every other layer, biased experts."""
     return build(gpt_oss("debug"))

@@ -36,11 +36,13 @@ _READ: dict[str, dict[str, tuple[type, ...]]] = {
         **dict.fromkeys((f"{phase}_seconds" for phase in _PHASES), _MAYBE),
     },
     "validation": {"name": _TEXT, "bits_per_byte": _MAYBE},
+    "evaluation": {"task": _TEXT, "metric": _TEXT, "value": _MAYBE, "items": _WHOLE},
     "checkpoint": {"state": _TEXT, "path": _TEXT, "bytes": _MAYBE},
     "warning": {"message": _TEXT, "hint": _TEXT},
     "error": {"message": _TEXT, "hint": _TEXT},
     "stop": {"reason": _TEXT, "exit_code": _WHOLE},
     "rewind": {"to_step": _WHOLE},
+    "stage": {"index": _WHOLE, "first_step": _WHOLE, "last_step": _WHOLE},
     "ranks": {
         "steps": _WHOLE,
         "slowest": _WHOLE,
@@ -64,6 +66,9 @@ class History:
     """The `stop` event after the latest start."""
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    stages: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The latest `stage` event of each stage, by its number; empty: the run is all alike."""
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Latest `checkpoint` event by name: a run may be moved, or be called by another path."""
     resumable: tuple[int, str] = (0, "")
@@ -98,6 +103,10 @@ class History:
             self.steps[kept["step"]] = kept
         elif kind == "validation":
             self.validations.append(kept)
+        elif kind == "evaluation":
+            self.evaluations.append(kept)
+        elif kind == "stage":
+            self.stages[kept["index"]] = kept
         elif kind == "checkpoint":
             self.checkpoints[PurePosixPath(kept["path"]).name] = kept
             if kept["state"] == "durable":
@@ -115,6 +124,7 @@ class History:
         """What came after is repeated, or never was."""
         self.steps = {number: old for number, old in self.steps.items() if number <= step}
         self.validations = [old for old in self.validations if old["step"] <= step]
+        self.evaluations = [old for old in self.evaluations if old["step"] <= step]
 
     @property
     def last_step(self) -> int:
@@ -152,6 +162,13 @@ class History:
     def last_validations(self) -> dict[str, dict[str, Any]]:
         """The latest `validation` event of each set, by name."""
         return {event["name"]: event for event in self.validations}
+
+    def last_evaluations(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The latest `evaluation` event of each metric, by name, of each task, by name."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for event in self.evaluations:
+            found.setdefault(event["task"], {})[event["metric"]] = event
+        return found
 
     def losses(self) -> list[float]:
         """The loss curve in order of steps; steps without a finite loss are left out."""

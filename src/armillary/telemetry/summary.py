@@ -47,6 +47,7 @@ def details_of(history: History) -> dict[str, Any]:
         "stop": history.stop,
         "losses": [[step, history.steps[step]["loss"]] for step in sorted(history.steps)],
         "validations": history.validations,
+        "evaluations": history.evaluations,
         "seconds": seconds,
         "shares": {name: value / total for name, value in seconds.items()} if total else {},
         "ranks": history.ranks,
@@ -136,6 +137,11 @@ def _learning(history: History) -> list[str]:
         bits = number(event["bits_per_byte"], ".4f")
         lines.append(_line("held out", f"{name} {bits} bits/byte{best}"))
         best = ""
+    for task, metrics in history.last_evaluations().items():
+        figures = [f"{name} {number(event['value'], '.4f')}" for name, event in metrics.items()]
+        step = max(event["step"] for event in metrics.values())
+        words = f"{printable(task)} at step {step}: {', '.join(map(printable, figures))}"
+        lines.append(_line("evaluated", words))
     return lines
 
 

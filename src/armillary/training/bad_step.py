@@ -25,7 +25,7 @@ from armillary.resilience.guard_dump import (
 from armillary.telemetry.events import EventLog
 from armillary.training.agreed_stop import AgreedStop
 from armillary.training.assembly import Assembly
-from armillary.training.resume import Beginning, restore
+from armillary.training.resume import Beginning, restore, resumed_path
 from armillary.training.state import Position
 from armillary.training.steps import Taken
 
@@ -125,6 +125,8 @@ class FoundBad:
             self.stop(f"no checkpoint to go back to: {error.problems[0].message}")
         if found is None or found.step > position.step:
             self.stop("there is no checkpoint yet to go back to")
+        if found.step < parts.assembly.span.first:
+            self.stop(f"the newest checkpoint, of step {found.step}, is of an earlier stage")
         for path in parts.store.set_aside_after(found.step):
             message = f"a damaged checkpoint is now {path}"
             parts.log.emit("message", position.step, message=message)
@@ -141,7 +143,7 @@ class FoundBad:
             samples=at.jumped[-1],
             rewinds=at.rewinds,
         )
-        raise Rewound(replace(beginning, position=at))
+        raise Rewound(replace(beginning, position=at, run=self._beginning.run))
 
     def _first_sample(self, at: Position, steps_before: int) -> int:
         """Of the step so many before the bad one, or else of the first after `at`."""
@@ -227,9 +229,9 @@ class FoundBad:
             sample_ids=list(parts.assembly.data.training.sample_ids(range(*taken.mine.samples))),
             gradients=gradients or None,
             checkpoint_step=max(parts.store.durable_step or 0, at.saved_step or 0),
-            begun_from=at.provenance.get("from") if "origin" in at.provenance else None,
+            begun_from=resumed_path(at.provenance),
             jumped=self._position.jumped,
-            recipe_sha256=recipe_sha256(parts.assembly.recipe),
+            recipe_sha256=recipe_sha256(parts.assembly.run),
             world_size=parts.stop.ranks.size,
         )
 

@@ -32,13 +32,14 @@ class Closing:
 
 
 def close_run(session: Session, log: EventLog, progress: Progress) -> Closing:
-    """Scores all held-out text, measures the compressors on the same bytes, writes samples.
+    """Scores all held-out text, asks the tasks, measures the compressors, writes samples.
 
     Raises:
         Stopped: a stop was asked for; the run itself is complete and saved.
     """
     assembly = session.assembly
     results = session.validate(assembly.data.final_validation, prefix="final-")
+    session.evaluate()
     compressors = None
     if results and (reason := _reason_not_to_compress(assembly)):
         message = f"the compressors were not asked: {reason}"

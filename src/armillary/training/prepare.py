@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from armillary.checkpoint.find import Found
 from armillary.checkpoint.manifest import step_names
 from armillary.checkpoint.places.open import require_reach
 from armillary.checkpoint.room import copies_needed, require_room
 from armillary.checkpoint.store import CheckpointStore
-from armillary.foundation.errors import UserError
+from armillary.data.store import TokenStore
+from armillary.foundation.errors import Problem, RunError, UserError
 from armillary.foundation.progress import Progress
+from armillary.parallel.compile import forget_compiled
 from armillary.parallel.mesh import Mesh
+from armillary.recipe.build import build_model
 from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.recipe import Recipe
+from armillary.recipe.stages import spans_of
 from armillary.training import identity
 from armillary.training import resume as resuming
 from armillary.training.agreed_stop import AgreedStop
-from armillary.training.assembly import Assembly, assemble, open_data
+from armillary.training.assembly import (
+    Assembly,
+    assemble,
+    data_at,
+    open_data,
+    require_one_state,
+)
 from armillary.training.interruptible import Interruptible
 from armillary.training.resume import Beginning
 from armillary.training.run_folder import describe_run
 
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: a float32 weight and the optimizer's two float32 moments."""
+
+_BYTES_PER_FROZEN = 4
+"""The same, of a parameter that is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +76,9 @@ class Preparation:
         event: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._recipe, self._folder, self._resume = recipe, folder, resume
+        self._spans, self._arranged = spans_of(recipe), spans_of(recipe)[0].recipe.parallel
+        self._stores: tuple[TokenStore, ...] = ()
+        self._run: str | None = None
         self._mesh, self._stop, self._ranks = mesh, stop, stop.ranks
         self._store, self._progress, self._event = store, progress, event
 
@@ -79,39 +98,90 @@ class Preparation:
         goes_on = self._resume == "auto" or followed is not None
         self._ranks.on_main(lambda: self._require_room(goes_on=goes_on))
         interruptible = Interruptible(self._progress, check)
-        data = open_data(recipe, interruptible, self._ranks, check)
+        self._stores = open_data(recipe, interruptible, self._ranks, check).stores
+        require_one_state(recipe)
         store.clean()
         found = self._find(followed, interruptible)
         if found is not None:
             resuming.require_budget(found, recipe, store.place)
         elif self._resume == "auto":
             self._ranks.on_main(lambda: identity.require_nothing_lost(self._folder, store.place))
+        prepared = self._stand_at(found)
+        # From here on there is something to save: the first step sees a request to stop.
+        for note in prepared.beginning.notes:
+            self._warn(0, note, hint="see checkpoint.partial")
+        for words in prepared.beginning.told:
+            self._say(0, words)
+        nothing_left = self._settle(prepared.assembly, found)
+        self._ranks.on_main(lambda: identity.remember(self._folder, run))
+        self._run = run
+        beginning = replace(prepared.beginning, run=run)
+        return replace(prepared, beginning=beginning, nothing_left=nothing_left)
+
+    def cross(self, step: int) -> Prepared:
+        """From the end of a stage to the beginning of the next, as a resume goes there.
+
+        Nothing of the stage before may be held any more; its end is durable.
+
+        Args:
+            step: the border.
+
+        Raises:
+            RunError: the checkpoint there is gone.
+            Stopped: a stop was asked for.
+        """
+        self._stop.check()
+        gc.collect()
+        for span in self._spans:
+            if span.last == step:
+                forget_compiled(span.recipe.compile)
+        found = self._store.find("auto", Interruptible(self._progress, self._stop.request.check))
+        if found is None or found.step != step:
+            raise RunError(
+                Problem(
+                    f"the checkpoint of step {step}, at the border to the next stage, is gone or"
+                    " damaged",
+                    fix="the same command, which goes on from the newest that verifies",
+                )
+            )
+        prepared = self._stand_at(found, looked=True)
+        return replace(prepared, beginning=replace(prepared.beginning, run=self._run))
+
+    def _stand_at(self, found: Found | None, *, looked: bool = False) -> Prepared:
+        """Builds what goes on from a checkpoint, or from nothing, and takes over its state.
+
+        Args:
+            looked: whether a look at held-out text, due at its step, was had.
+        """
+        span, borders = resuming.span_after(
+            found, self._recipe, self._store.place, self._ranks, self._stores, looked=looked
+        )
+        data = data_at(self._recipe, self._stores, borders)
+        if span.recipe.parallel != self._arranged:
+            self._mesh = Mesh.create(span.recipe.parallel, self._mesh.device)
+            self._arranged = span.recipe.parallel
         self._stop.check()
         with self._progress.task("building the model"):
-            assembly = assemble(recipe, self._mesh, data)
-        beginning = resuming.begin_anew(assembly)
-        if found is not None:
+            assembly = assemble(self._recipe, self._mesh, data, span)
+        check = self._stop.request.check
+        if found is None:
+            beginning = resuming.begin(assembly, check)
+        else:
             self._stop.check()
             with self._progress.task(f"loading step {found.step}"):
-                beginning = resuming.restore(assembly, store, found, check)
-        # From here on there is something to save: the first step sees a request to stop.
-        for note in beginning.notes:
-            self._warn(0, note, hint="see checkpoint.partial")
-        nothing_left = self._settle(assembly, found)
-        self._ranks.on_main(lambda: identity.remember(self._folder, run))
-        beginning = replace(beginning, run=run)
-        return Prepared(assembly=assembly, beginning=beginning, nothing_left=nothing_left)
+                beginning = resuming.restore(assembly, self._store, found, check)
+        return Prepared(assembly=assembly, beginning=beginning)
 
     def _identify(self) -> str:
         place, sha256 = self._store.place, recipe_sha256(self._recipe)
         return identity.identify(self._folder, place, resume=self._resume, recipe_sha256=sha256)
 
     def _require_room(self, *, goes_on: bool) -> None:
-        there = len(step_names(self._store.place)) if goes_on else 0
-        steps = self._recipe.budget.total_steps
-        copies = copies_needed(self._recipe.checkpoint, there, steps)
-        size = BYTES_PER_PARAMETER * self._recipe.model.parameter_count()
-        require_room(self._store.place, size * copies)
+        there = step_names(self._store.place) if goes_on else {}
+        steps, newest = self._recipe.total_steps, max(there, default=0)
+        copies = copies_needed(self._recipe.checkpoint, len(there), steps)
+        copies += sum(newest < span.last < steps for span in self._spans)  # borders to come
+        require_room(self._store.place, _checkpoint_bytes(self._recipe) * copies)
 
     def _find(self, followed: int | None, progress: Progress) -> Found | None:
         """The checkpoint to begin at; see `resuming.followed_before`."""
@@ -139,6 +209,8 @@ class Preparation:
             if warning := resuming.recipe_warning(found, self._recipe, self._folder):
                 self._warn(step, warning, hint="the run goes on with the values of this command")
             self._say(step, found.reasons[-1])
+        for remark in assembly.data.training.remarks:
+            self._say(step, remark)
         tokenizer = assembly.data.store.tokenizer
         if found is not None and resuming.is_end(found, self._store.place, self._recipe):
             nothing_left = self._finished(found)  # the weights are of the recipe there, which stays
@@ -151,7 +223,8 @@ class Preparation:
     def _finished(self, found: Found) -> str:
         """There is no step to take; the end itself is told again unless it is in the log."""
         message = f"{self._folder} has finished already at step {found.step:,}"
-        words = f"{message}; a longer budget, as --budget.steps, goes on from there"
+        option = resuming.longer(self._recipe, found.step).split()[0]
+        words = f"{message}; a longer budget, as {option}, goes on from there"
         told = self._ranks.on_main(lambda: resuming.is_told(found, self._folder, self._recipe))
         if told and self._resume == "auto":
             return words
@@ -173,3 +246,13 @@ class Preparation:
     def _warn(self, step: int, message: str, *, hint: str) -> None:
         fields = {"step": step, "message": message, "where": "resume", "hint": hint}
         self._event("warning", fields)
+
+
+def _checkpoint_bytes(recipe: Recipe) -> int:
+    """About how large one is; the first to refuse a tuning that does not fit the model."""
+    with torch.device("meta"):
+        parameters = build_model(recipe).parameters()
+    return sum(
+        p.numel() * (BYTES_PER_PARAMETER if p.requires_grad else _BYTES_PER_FROZEN)
+        for p in parameters
+    )

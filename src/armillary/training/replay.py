@@ -28,14 +28,15 @@ from armillary.parallel.replicas.config import Replicas
 from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
+from armillary.recipe.stages import Span
 from armillary.resilience.guard import HEALTHY, NOT_FINITE
 from armillary.resilience.guard_dump import Replay, Rows, dump_folder, read_replay
 from armillary.resilience.roll_call import RollCall
 from armillary.telemetry.timing import StepTimer
-from armillary.training.assembly import Assembly, assemble, open_data
+from armillary.training.assembly import Assembly, assemble, data_at, open_data
 from armillary.training.bad_step import described
 from armillary.training.feed import StepInput, feed, input_of
-from armillary.training.resume import begin_anew, restore
+from armillary.training.resume import Beginning, begin, restore, span_after
 from armillary.training.steps import Steps, Taken
 
 
@@ -80,11 +81,7 @@ def replay(recipe: Recipe, run: Path, *, step: int | None, progress: Progress) -
         RunError: a step on the way is bad as well, so that the state cannot be made again.
     """
     own_sha256 = recipe_sha256(recipe)
-    # Modules inside of compiled blocks cannot be watched, and the last bits are not what is asked.
-    # What other groups of replicas have computed is in the dump.
-    recipe = replace(recipe, compile=Compile(), replicas=Replicas())
-    if recipe.activation_checkpoint.memory_budget is not None:  # the compiler's choice
-        recipe = replace(recipe, activation_checkpoint=NoCheckpoint())
+    recipe = replace(recipe, replicas=Replicas())  # what other groups have computed is in the dump
     with ExitStack() as stack:
         with seen_by_every_rank():
             dump = read_replay(run, step)
@@ -101,12 +98,19 @@ def replay(recipe: Recipe, run: Path, *, step: int | None, progress: Progress) -
             ranks = stack.enter_context(closing(Ranks()))
             address = checkpoints_address(run, recipe.checkpoint.folder)
             store = stack.enter_context(CheckpointStore(address, recipe.checkpoint))
-            assembly = assemble(
-                recipe, Mesh.create(recipe.parallel, device), open_data(recipe, progress, ranks)
-            )
+            newest = _newest_before(dump, store, ranks, progress)
+            data = open_data(recipe, progress, ranks)
+            with seen_by_every_rank():
+                span, borders = span_after(
+                    newest, recipe, store.place, ranks, data.stores, looked=True
+                )
+                span = _watchable(span, dump)
+            mesh = Mesh.create(span.recipe.parallel, device)
+            assembly = assemble(recipe, mesh, data_at(recipe, data.stores, borders), span)
             with seen_by_every_rank():
                 rows = _rows_of(dump, run, assembly.shape.sequences)
-            repetition = _Repetition(assembly, dump, store, ranks, progress)
+            beginning = restore(assembly, store, newest) if newest else begin(assembly)
+            repetition = _Repetition(assembly, dump, beginning, ranks, progress)
             return repetition.run(rows, same_recipe=own_sha256 == dump.recipe_sha256)
 
 
@@ -123,19 +127,54 @@ def _rows_of(dump: Replay, run: Path, sequences: int) -> Rows:
     return Rows(dump_folder(run, dump.step), sequences)
 
 
+def _newest_before(
+    dump: Replay, store: CheckpointStore, ranks: Ranks, progress: Progress
+) -> Found | None:
+    """The checkpoint to begin with; None: there is none, and the run began with first weights.
+
+    Checkpoints of later steps than the dump tells of may be of another past, to which the run
+    went back.
+    """
+    place, latest = store.place, dump.checkpoint_step
+    there = ranks.on_main(lambda: [s for s in step_names(place) if s <= latest])
+    for step in there:
+        try:
+            return store.find(str(step), progress)
+        except UserError:  # damaged: the one before takes longer, and serves as well
+            continue
+    begun_from = dump.begun_from
+    return None if begun_from is None else store.find(begun_from, progress)
+
+
+def _watchable(span: Span, dump: Replay) -> Span:
+    """The stage of the dumped step, with a recipe by which its modules can be watched.
+
+    Those inside of compiled blocks cannot, and the last bits are not what is asked.
+
+    Raises:
+        UserError: the checkpoint to begin with is of an earlier stage.
+    """
+    if dump.step > span.last:
+        raise UserError(
+            Problem(
+                f"step {dump.step} is of a later stage than the newest checkpoint before it that"
+                f" verifies, which goes on with stage {span.name}, steps {span.first + 1} to"
+                f" {span.last}",
+                "the checkpoint at the border, or a later one",
+            )
+        )
+    recipe = replace(span.recipe, compile=Compile())
+    if recipe.activation_checkpoint.memory_budget is not None:  # the compiler's choice
+        recipe = replace(recipe, activation_checkpoint=NoCheckpoint())
+    return replace(span, recipe=recipe)
+
+
 class _Repetition:
     def __init__(
-        self,
-        assembly: Assembly,
-        dump: Replay,
-        store: CheckpointStore,
-        ranks: Ranks,
-        progress: Progress,
+        self, assembly: Assembly, dump: Replay, beginning: Beginning, ranks: Ranks, told: Progress
     ) -> None:
-        self._assembly, self._dump, self._store = assembly, dump, store
-        self._ranks, self._progress = ranks, progress
-        found = self._newest_before()
-        beginning = restore(assembly, store, found) if found else begin_anew(assembly)
+        self._assembly, self._dump = assembly, dump
+        self._ranks, self._progress = ranks, told
         self._begun_at = beginning.position.step
         beginning.position.jumped = [list(interval) for interval in dump.jumped]
         self._steps = Steps(
@@ -157,22 +196,6 @@ class _Repetition:
         at_fault = taken.result.gradients_at_fault or []
         of_ranks = self._ranks.together(lambda: (modules[:1], at_fault))
         return self._compared(taken, of_ranks, same_recipe)
-
-    def _newest_before(self) -> Found | None:
-        """The checkpoint to begin with; None: there is none, and the run began with first weights.
-
-        Checkpoints of later steps than the dump tells of may be of another past, to which the run
-        went back.
-        """
-        place, latest = self._store.place, self._dump.checkpoint_step
-        there = self._ranks.on_main(lambda: [s for s in step_names(place) if s <= latest])
-        for step in there:
-            try:
-                return self._store.find(str(step), self._progress)
-            except UserError:  # damaged: the one before takes longer, and serves as well
-                continue
-        begun_from = self._dump.begun_from
-        return None if begun_from is None else self._store.find(begun_from, self._progress)
 
     def _go_there(self) -> None:
         before, position = self._dump.step - 1, self._steps.position

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from armillary.checkpoint import rng
 from armillary.checkpoint.find import Found
-from armillary.checkpoint.manifest import step_names, step_of
+from armillary.checkpoint.load import load_rest
+from armillary.checkpoint.manifest import holds_weights_only, step_names, step_of
 from armillary.checkpoint.places.place import Place
+from armillary.checkpoint.ranks import Ranks
 from armillary.checkpoint.state import restore_training
 from armillary.checkpoint.store import CheckpointStore
+from armillary.data.store import TokenStore
 from armillary.foundation.errors import EXIT_FINISHED, ArmillaryError, Problem, UserError
 from armillary.foundation.files import write_atomically
 from armillary.foundation.run_folder import RECIPE_FILE
@@ -23,9 +26,12 @@ from armillary.recipe.diff import diff
 from armillary.recipe.overrides import apply
 from armillary.recipe.plain import recipe_sha256
 from armillary.recipe.recipe import Recipe
+from armillary.recipe.stages import Span, spans_of
 from armillary.recipe.toml import read_toml
 from armillary.telemetry.history import read_history
-from armillary.training.assembly import Assembly
+from armillary.training.assembly import Assembly, data_at
+from armillary.training.evaluating import is_due
+from armillary.training.initial import INITIAL, fill_from_checkpoint, fill_from_recipe
 from armillary.training.state import Position
 
 RESUMED_FILE = "resumed.json"
@@ -47,6 +53,87 @@ class Beginning:
     """The run's id, for its manifests; see `identity`."""
     notes: tuple[str, ...] = ()
     """What a partial load has left out, for people."""
+    told: tuple[str, ...] = ()
+    """What else there is to say of the weights."""
+
+
+def position_of(found: Found, recipe: Recipe, place: Place, ranks: Ranks) -> Position | None:
+    """Where a checkpoint stands; None where steps and data begin at 0, with weights of it.
+
+    Raises:
+        UserError: it does not say.
+        RunError: it could not be read.
+    """
+    in_part = recipe.checkpoint.partial and not is_own(found, place)
+    if in_part or holds_weights_only(found.manifest):
+        return None
+    return Position.read(load_rest(found, ranks)[0], path=found.path)
+
+
+def stage_of(position: Position, recipe: Recipe, path: str) -> Span:
+    """The stage that a position is in. That of a border is in the stage before it.
+
+    Raises:
+        UserError: the stages up to there were of other lengths, or more.
+    """
+    spans, index = spans_of(recipe), len(position.borders)
+    crossed = [step for step, _ in position.borders]
+    if crossed == [span.last for span in spans[:-1]][:index] and position.step <= spans[index].last:
+        return spans[index]
+    ours = ", ".join(str(span.last) for span in spans[:-1]) or "none"
+    theirs = ", ".join(map(str, crossed)) or "none"
+    raise UserError(
+        Problem(
+            f"{path}, of step {position.step}, has come across the borders of stages at steps"
+            f" {theirs}, and those of this recipe are at steps {ours}",
+            "stages as they were, up to that step; those after it may change",
+            f"undo the change, or begin a new run with --run DIR --initial.weights {path}",
+        )
+    )
+
+
+def span_after(
+    found: Found | None,
+    recipe: Recipe,
+    place: Place,
+    ranks: Ranks,
+    stores: Sequence[TokenStore],
+    *,
+    looked: bool = False,
+) -> tuple[Span, list[int]]:
+    """The stage that goes on from a checkpoint, and the cursors at the borders up to its beginning.
+
+    Args:
+        found: None: there is none, and the run begins.
+        recipe: of the whole run.
+        place: of the run's own checkpoints.
+        ranks: all that ask.
+        stores: of all stages.
+        looked: whether a look that is due at the checkpoint's step was had, whatever it says.
+
+    Raises:
+        UserError: its stages were others, or counted over other data.
+        RunError: it could not be read.
+    """
+    at = None if found is None else position_of(found, recipe, place, ranks)
+    spans = spans_of(recipe)
+    if found is None or at is None:
+        return spans[0], []
+    span = stage_of(at, recipe, found.path)
+    looked = looked or at.looked_at == at.step or not is_look_due(span, at.step)
+    cursors = [cursor for _, cursor in at.borders]
+    if at.step < span.last or span.is_last or not looked:
+        return span, cursors
+    read = data_at(recipe, stores, cursors).training
+    at.require_data(read.fingerprint, path=found.path)
+    return spans[span.index + 1], [*cursors, at.cursor]
+
+
+def is_look_due(span: Span, step: int) -> bool:
+    """Whether a stage looks at its model after a step; the run's last one has a look of its own."""
+    looks = (span.recipe.validation.every, span.recipe.evaluation.every)
+    is_within = span.first < step < span.total_steps
+    return is_within and any(is_due(every, step) for every in looks)
 
 
 def begin_anew(assembly: Assembly) -> Beginning:
@@ -54,6 +141,15 @@ def begin_anew(assembly: Assembly) -> Beginning:
     rng.seed_all(assembly.recipe.seed, process.rank())
     position = Position(data_fingerprint=assembly.data.training.fingerprint)
     return Beginning(position=position, provenance={"from": "scratch"})
+
+
+def begin(assembly: Assembly, check: Callable[[], None] = lambda: None) -> Beginning:
+    """Before the first step, with the weights that the recipe names; see `initial`."""
+    beginning = begin_anew(assembly)
+    if not assembly.recipe.initial.weights:
+        return beginning
+    filled = fill_from_recipe(assembly, check)
+    return replace(beginning, provenance=filled.provenance, told=filled.notes)
 
 
 def restore(
@@ -74,6 +170,10 @@ def restore(
         UserError: the checkpoint is of another model or of other data.
     """
     own = is_own(found, store.place)
+    if holds_weights_only(found.manifest):
+        filled = fill_from_checkpoint(assembly, found, check)
+        beginning = replace(begin_anew(assembly), provenance=filled.provenance, told=filled.notes)
+        return replace(beginning, resumed_from=0, saved_step=0) if own else beginning
     if assembly.recipe.checkpoint.partial and not own:
         return _restore_what_fits(assembly, store, found)
     outer = {"outer": assembly.outer.state()}
@@ -85,8 +185,10 @@ def restore(
         further=outer,
         check=check,
     )
-    position = _position(assembly, scalars, found)
-    if states is not None:
+    position = _taken_over(assembly, Position.read(scalars, path=found.path), found.path)
+    if states is None:  # the mesh that wrote it had no such rank
+        rng.seed_all(assembly.recipe.seed, process.rank())
+    else:
         rng.restore(states)
     provenance = found.manifest["provenance"]
     return Beginning(
@@ -112,12 +214,24 @@ def _derived(found: Found) -> dict[str, Any]:
     return {"from": found.path, "origin": found.manifest["provenance"]}
 
 
-def _position(assembly: Assembly, scalars: dict[str, Any], found: Found) -> Position:
+def resumed_path(provenance: dict[str, Any]) -> str | None:
+    """The checkpoint, of another run, that `--resume` began a run from; None: it did not."""
+    is_resumed = "origin" in provenance and provenance.get("as") != INITIAL
+    return provenance["from"] if is_resumed else None
+
+
+def _taken_over(assembly: Assembly, position: Position, path: str) -> Position:
+    """The position of a checkpoint in the stage that goes on from it, across its border perhaps.
+
+    Raises:
+        UserError: it counts over other data.
+    """
     fingerprint = assembly.data.training.fingerprint
-    try:
-        return Position.from_scalars(scalars, data_fingerprint=fingerprint, path=found.path)
-    except TypeError as error:  # names that no version of ours has written
-        raise UserError(Problem(f"{found.path} holds no position of a run: {error}")) from None
+    if len(position.borders) == assembly.span.index:
+        position.require_data(fingerprint, path=path)
+        return position
+    assert position.step == assembly.span.first, "a stage is entered at its border"
+    return position.across(fingerprint)
 
 
 def is_own(found: Found, place: Place) -> bool:
@@ -131,16 +245,24 @@ def is_own(found: Found, place: Place) -> bool:
 
 def require_budget(found: Found, recipe: Recipe, place: Place) -> None:
     """Refuses a checkpoint of a step that the budget does not reach, unless steps begin at 0."""
-    steps = recipe.budget.total_steps
+    steps = recipe.total_steps
     begins_anew = recipe.checkpoint.partial and not is_own(found, place)
     if found.step > steps and not begins_anew:
         raise UserError(
             Problem(
                 f"{found.path} is beyond the budget of {steps} steps",
                 f"{found.step} steps or more",
-                f"--budget.steps {found.step}",
+                longer(recipe, found.step),
             )
         )
+
+
+def longer(recipe: Recipe, steps: int) -> str:
+    """The option that makes a run longer, to so many steps."""
+    if not recipe.stages:
+        return f"--budget.steps {steps}"
+    last = spans_of(recipe)[-1]
+    return f"--stages.{last.index}.steps {max(1, steps - last.first)}"
 
 
 def recipe_warning(found: Found, recipe: Recipe, run: Path) -> str | None:
@@ -151,11 +273,10 @@ def recipe_warning(found: Found, recipe: Recipe, run: Path) -> str | None:
     """
     if found.manifest["recipe_sha256"] == recipe_sha256(recipe):
         return None
-    place = found.place.local
-    beside = run if place is None else place.resolve().parent
-    try:
-        before = apply(Recipe(), [read_toml(beside / RECIPE_FILE)])
-    except ArmillaryError:  # a checkpoint without its run, or a recipe of another version
+    if holds_weights_only(found.manifest):  # nobody has trained with that recipe
+        return None
+    before = _recipe_beside(found, run)
+    if before is None:
         return None
     changed = [f"{one.name} ({one.first} -> {one.second})" for one in diff(before, recipe)]
     if not changed:
@@ -165,14 +286,28 @@ def recipe_warning(found: Found, recipe: Recipe, run: Path) -> str | None:
     return f"the recipe is not the one of {found.path}: {told}"
 
 
+def _recipe_beside(found: Found, run: Path) -> Recipe | None:
+    """The recipe of the run a checkpoint is of; of `run` where that is elsewhere.
+
+    None for a checkpoint without its run, or a recipe of another version.
+    """
+    place = found.place.local
+    beside = run if place is None else place.resolve().parent
+    try:
+        return apply(Recipe(), [read_toml(beside / RECIPE_FILE)])
+    except ArmillaryError:
+        return None
+
+
 def is_end(found: Found, place: Place, recipe: Recipe) -> bool:
     """Whether a run has no step left to take: its own checkpoint has the whole budget."""
-    return found.step >= recipe.budget.total_steps and is_own(found, place)
+    return found.step >= recipe.total_steps and is_own(found, place)
 
 
 def is_told(found: Found, folder: Path, recipe: Recipe) -> bool:
     """Whether all that this recipe has to tell of its end, scores and samples, is in the log."""
-    if found.manifest["recipe_sha256"] != recipe_sha256(recipe):
+    is_same = found.manifest["recipe_sha256"] == recipe_sha256(recipe)
+    if not is_same and _recipe_beside(found, folder) != recipe:  # a newer version has more leaves
         return False
     try:
         stop = read_history(folder).stop

@@ -1,4 +1,4 @@
-"""The loop: steps, looks at held-out text, checkpoints, until the budget is spent or a stop."""
+"""The loop: steps, looks at held-out text, checkpoints, until a stage is through or a stop."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from armillary.training.agreed_stop import AgreedStop
 from armillary.training.assembly import Assembly
 from armillary.training.bad_step import FoundBad, Recovery, Rewound
 from armillary.training.company import DealtAnew
+from armillary.training.evaluating import Evaluating, is_due
+from armillary.training.exporting import Exporting
 from armillary.training.feed import StepInput, feed
 from armillary.training.replicated import company_of
-from armillary.training.resume import Beginning
+from armillary.training.resume import Beginning, is_look_due
 from armillary.training.speed import Speed
 from armillary.training.state import Position
 from armillary.training.steps import Steps, Taken
@@ -35,7 +37,7 @@ from armillary.training.validation import ValidationResult, validate
 
 
 class Session:
-    """One process's part in a run, from where it stands to its end.
+    """One process's part in a run, from where it stands to the end of the stage.
 
     Every rank makes one and calls it alike; what is written and shown is rank 0's.
     """
@@ -70,10 +72,11 @@ class Session:
             stop=stop,
             save=self.save,
         )
+        self._exporting = Exporting(assembly.recipe, folder=folder, store=store, log=log)
         self._profiler = StepProfiler(assembly.recipe.telemetry, folder, log, process.rank())
         self._will_compile = assembly.recipe.compile.enabled
         self._warned_of_peak = False
-        self._recipe_sha256 = recipe_sha256(assembly.recipe)
+        self._recipe_sha256 = recipe_sha256(assembly.run)
 
     def start(self, *, name: str) -> None:
         """Says what is about to run."""
@@ -97,6 +100,28 @@ class Session:
         for report in self.assembly.model.conversions:
             for line in report.lines():
                 self._log.emit("message", self.position.step, message=line)
+        if self.assembly.run.stages:
+            self.tell_stage()
+
+    def tell_stage(self) -> None:
+        """Says which stage of the run goes on here."""
+        span, recipe = self.assembly.span, self.assembly.recipe
+        self._log.emit(
+            "stage",
+            self.position.step,
+            name=span.name,
+            index=span.index,
+            first_step=span.first + 1,
+            last_step=span.last,
+            set=self.assembly.run.stages[span.index].set,
+            cursor=self.position.cursor,
+            seq_len=recipe.budget.seq_len,
+            mesh=self.assembly.mesh.axes,
+            data_fingerprint=self.position.data_fingerprint,
+            corpus_fingerprint=self.assembly.data.store.corpus_fingerprint,
+            flops_per_token=self._speed.flops_per_token,
+            flops_per_token_noncausal=self._speed.flops_per_token_noncausal,
+        )
 
     @property
     def position(self) -> Position:
@@ -117,38 +142,45 @@ class Session:
         )
 
     def run(self) -> None:
-        """Takes every step that is left.
+        """Takes every step that is left of the stage; its end is durable on return.
 
         Raises:
             Stopped: a stop was asked for; the state is saved.
             RunError: the guard ended the run, or the last checkpoint could not be written.
         """
         try:
-            while self.position.step < self.assembly.total_steps:
+            while self.position.step < self.assembly.span.last:
                 try:
                     self._take_steps()
                 except Rewound as rewound:
                     self._begin_at(rewound.beginning)
                 except DealtAnew:
                     self._begin_at(self._beginning)
-            self.save(final=True)
+            self._look_if_due()  # at a border, where a stop has cut it short
+            self.save()
         except Stopped:
             self._company.close()  # the others shall not wait for what is saved here
+            self._exporting.close()
             self._save_where_it_stands()
+            raise
+        except BaseException:
+            self._exporting.close()
             raise
         finally:
             self._company.close()
             self._profiler.close()
         asked = self.stop.request
         self._store.wait(raise_failure=True, stop_asked=lambda: asked.requested)
+        self.stop.ranks.on_main(lambda: self._exporting.finish(asked.check))
 
     def _take_steps(self) -> None:
-        steps, until = self._steps, self.assembly.total_steps
+        steps, span = self._steps, self.assembly.span
+        until = span.last
         with (
             feed(self.assembly, self.position, until=until, share=self._company.deal()) as inputs,
             self._upkeep.around_steps(),
         ):
-            self._look_if_due()  # a stop may have cut it short
+            self._look_if_due()  # as it may have been cut short
             self._timer.restart()
             while steps.begun < until:
                 self._company.begin_step(self._staged_position)
@@ -156,14 +188,14 @@ class Session:
                     mine = next(inputs)
                 with self._said_if_compiling():
                     self._take(mine)
-                save, look = self._is_save_due(steps.begun), self._is_look_due(steps.begun)
+                save, look = self._is_save_due(steps.begun), is_look_due(span, steps.begun)
                 self._read(leave=0 if save or look or steps.begun == until else steps.lag)
                 self._company.end_step(self._staged_position)
                 if look:
                     self._look_if_due()
                 if save:
                     with self._timer.phase("checkpoint"):
-                        self.save(final=steps.begun == until)
+                        self.save()
 
     def _staged_position(self) -> Position:
         """For those who may change the weights: where the run stands, once saves have a copy."""
@@ -241,24 +273,32 @@ class Session:
             **fields,
         )
         self._upkeep.step_done(position.step, seconds)
+        self._exporting.look()
 
     def _is_save_due(self, step: int) -> bool:
         """Whether the state after a step is saved, now or once more; all ranks ask together."""
         due = self.assembly.recipe.checkpoint.is_due(step) and self._company.saves
         return due or self._store.retry_due(step)
 
-    def _is_look_due(self, step: int) -> bool:
-        """Whether held-out text is looked at after a step; the last one has a look of its own."""
-        every = self.assembly.recipe.validation.every
-        return every > 0 and step % every == 0 and step != self.assembly.total_steps
-
     def _look_if_due(self) -> None:
-        """Looks at held-out text at this step, unless that was done."""
-        position = self.position
-        if position.step != position.looked_at and self._is_look_due(position.step):
-            results = self.validate(self.assembly.data.validation)
-            self._scores = {name: result.bits_per_byte for name, result in results.items()}
+        """Looks at held-out text, and asks tasks, at this step, unless that was done."""
+        position, recipe = self.position, self.assembly.recipe
+        due = is_look_due(self.assembly.span, position.step)
+        if due and position.step != position.looked_at:
+            self._scores = {}
+            if is_due(recipe.validation.every, position.step):
+                results = self.validate(self.assembly.data.validation)
+                self._scores = {name: result.bits_per_byte for name, result in results.items()}
+            if is_due(recipe.evaluation.every, position.step):
+                self._scores = self.evaluate() | self._scores
             position.looked_at = position.step
+
+    def evaluate(self) -> dict[str, float]:
+        """See `Evaluating.scores`; the time it takes is no step's."""
+        evaluating = Evaluating(self._log, self._progress, self.stop)
+        scores = evaluating.scores(self.assembly, self.position.step)
+        self._timer.restart()
+        return scores
 
     def validate(
         self, datasets: dict[str, ValidationDataset], prefix: str = ""
@@ -293,17 +333,18 @@ class Session:
         self._timer.restart()
         return results
 
-    def save(self, *, final: bool = False) -> None:
+    def save(self) -> None:
         """Begins a checkpoint of this moment, unless a whole one is there.
 
-        Args:
-            final: the run ends with it.
+        That of a border stays for good, as other runs may begin there.
         """
-        if self.position.step == self._beginning.saved_step:
+        span, step = self.assembly.span, self.position.step
+        if step == self._beginning.saved_step:
             return
+        final = step == span.total_steps
         optimizers = self.assembly.optimizers.optimizers
         self._store.save(
-            self.position.step,
+            step,
             gather_state(self.assembly.model, optimizers) | {"outer": self.assembly.outer.state()},
             self._steps.noted().scalars(),
             rng=rng.capture(),
@@ -314,7 +355,9 @@ class Session:
                 "mesh": self.assembly.mesh.axes,
                 "data_fingerprint": self.position.data_fingerprint,
                 "corpus_fingerprint": self.assembly.data.store.corpus_fingerprint,
-                "scores": self._scores if self.position.looked_at == self.position.step else {},
+                "scores": self._scores if self.position.looked_at == step else {},
             },
             final=final,
+            permanent=step == span.last and not span.is_last,
         )
+        self._exporting.saved(step, final=final)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from armillary.models.tuning.counting import flops_breakdown, trained_parameters
 from armillary.parallel import process
 from armillary.telemetry.devices import device_name, device_peak_flops
 from armillary.telemetry.peaks import mfu, mfu_warning
@@ -24,6 +25,7 @@ class Speed:
     flops_per_token: float
     """Forward and backward, attention counted causally."""
     flops_per_token_noncausal: float
+    trained_parameters: int
     peak_flops: float | None
     """Of all ranks' devices together; None when it is not known."""
 
@@ -31,7 +33,18 @@ class Speed:
     def of(cls, assembly: Assembly) -> Speed:
         """For an assembled recipe on the devices of this run."""
         recipe, device = assembly.recipe, assembly.mesh.device
-        seq_len = recipe.budget.seq_len
+        whole = assembly.model.whole
+
+        def flops(*, causal: bool) -> float:
+            breakdown = flops_breakdown(
+                recipe.model,
+                whole.shapes,
+                whole.frozen,
+                seq_len=recipe.budget.seq_len,
+                causal=causal,
+            )
+            return sum(breakdown.values())
+
         peak = device_peak_flops(
             device,
             recipe.precision.compute_dtype,
@@ -40,8 +53,9 @@ class Speed:
         )
         return cls(
             device=device_name(device),
-            flops_per_token=recipe.model.flops_per_token(seq_len, causal=True),
-            flops_per_token_noncausal=recipe.model.flops_per_token(seq_len, causal=False),
+            flops_per_token=flops(causal=True),
+            flops_per_token_noncausal=flops(causal=False),
+            trained_parameters=trained_parameters(whole.shapes, whole.frozen),
             peak_flops=None if peak is None else peak * process.world_size(),
         )
 
@@ -51,6 +65,7 @@ class Speed:
             "device": self.device,
             "flops_per_token": self.flops_per_token,
             "flops_per_token_noncausal": self.flops_per_token_noncausal,
+            "trained_parameters": self.trained_parameters,
             "peak_flops": self.peak_flops,
             "versions": {
                 "armillary": __version__,

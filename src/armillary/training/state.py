@@ -26,6 +26,8 @@ class Position:
     """Step of the newest look at held-out text; one that a stop cut short does not count."""
     data_fingerprint: str = ""
     """SHA-256 over what the cursor counts; a cursor means nothing for other data."""
+    borders: list[list[int]] = field(default_factory=list)
+    """Step and cursor at which each stage after the first began, in order."""
     jumped: list[list[int]] = field(default_factory=list)
     """Sample positions [first, last) that the run does not read, in order: bad ones, before which
     it went back."""
@@ -55,6 +57,14 @@ class Position:
         """This position with the cursor behind a step's samples."""
         return replace(self, cursor=samples[1])
 
+    def across(self, data_fingerprint: str) -> Position:
+        """This position as the next stage begins with it, over data of that fingerprint.
+
+        What was healthy there says nothing of what is here: spikes are told by steps from now on.
+        """
+        borders = [*self.borders, [self.step, self.cursor]]
+        return replace(self, borders=borders, data_fingerprint=data_fingerprint, recent=[])
+
     def become(self, other: Position) -> None:
         """Takes over where another run stands."""
         for each in fields(self):
@@ -69,40 +79,60 @@ class Position:
         """The position of a checkpoint, for a run over the data of `data_fingerprint`.
 
         Raises:
-            UserError: the checkpoint counts over other data: other documents, tokenizer, packing,
-                sequence length, seed or mixture; or these are no position.
+            UserError: see `read` and `require_data`.
         """
+        position = cls.read(scalars, path=path)
+        position.require_data(data_fingerprint, path=path)
+        return position
+
+    @classmethod
+    def read(cls, scalars: dict[str, Any], *, path: str) -> Position:
+        """The position of a checkpoint, whatever the data.
+
+        Raises:
+            UserError: these are no position.
+        """
+        scalars = {"borders": [], **scalars}  # runs were without stages once
         if not _are_a_position(scalars):
             raise UserError(
                 Problem(f"{path} does not say how far the run has come", fix="take another one")
             )
-        position = cls(**scalars)
-        if position.data_fingerprint != data_fingerprint:
+        return cls(**scalars)
+
+    def require_data(self, data_fingerprint: str, *, path: str) -> None:
+        """Refuses a position that counts over other data.
+
+        Raises:
+            UserError: other documents, tokenizer, packing, sequence length, seed or mixture.
+        """
+        if self.data_fingerprint != data_fingerprint:
             raise UserError(
                 Problem(
                     f"{path} was trained on other data: its fingerprint is"
-                    f" {position.data_fingerprint[:12]}, this recipe's is {data_fingerprint[:12]}",
+                    f" {self.data_fingerprint[:12]}, this recipe's is {data_fingerprint[:12]}",
                     allowed="the same corpus, tokenizer, packing, seq_len, seed and mixture",
                     fix="undo the change, or begin a new run with --run DIR",
                 )
             )
-        return position
 
 
 def _are_a_position(scalars: dict[str, Any]) -> bool:
     """Whether the values are of the kinds that `Position.scalars` gives."""
     if scalars.keys() != {each.name for each in fields(Position)}:
         return False
+    jumped, borders, recent = scalars["jumped"], scalars["borders"], scalars["recent"]
+    if not all(isinstance(each, list) for each in (jumped, borders, recent)):
+        return False
+    pairs = [*jumped, *borders, *recent]
+    if not all(isinstance(each, list) and len(each) == 2 for each in pairs):
+        return False
     counts = [scalars[name] for name in _COUNTS]
-    jumped, recent = scalars["jumped"], scalars["recent"]
-    if not (isinstance(scalars["data_fingerprint"], str) and isinstance(jumped, list)):
-        return False
-    if not (isinstance(recent, list) and all(isinstance(e, list) for e in (*jumped, *recent))):
-        return False
-    pairs = all(len(each) == 2 for each in (*jumped, *recent))
-    numbers = all(type(v) is float and math.isfinite(v) for each in recent for v in each)
-    counts += [value for each in jumped for value in each]
-    return pairs and numbers and all(type(count) is int and count >= 0 for count in counts)
+    counts += [value for each in (*jumped, *borders) for value in each]
+    return (
+        isinstance(scalars["data_fingerprint"], str)
+        and all(type(v) is float and math.isfinite(v) for each in recent for v in each)
+        and all(type(count) is int and count >= 0 for count in counts)
+    )
 
 
 def _joined(intervals: list[list[int]]) -> list[list[int]]:

@@ -60,6 +60,10 @@ class Telling:
                 self.failed(error)
                 raise
 
+    def stands_at(self, step: int) -> None:
+        """For as long as nobody counts on."""
+        self.step = lambda: step
+
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """Takes an event, also from the thread that writes checkpoints."""
         if self._log is None:

@@ -20,6 +20,7 @@ from armillary.parallel import flight_recorder, process
 from armillary.parallel.mesh import Mesh
 from armillary.recipe.problems import problems
 from armillary.recipe.recipe import Recipe
+from armillary.recipe.stages import spans_of
 from armillary.resilience.claim import claim_checkpoints, claim_run
 from armillary.resilience.roll_call import RollCall
 from armillary.resilience.signals import Stopped, StopRequest
@@ -73,8 +74,10 @@ def train(
     tune_host_allocator()
     with seen_by_every_rank():
         device = process.choose_device(recipe.parallel.device)
-        if found := recipe.model.device_problems(device.type, recipe.precision.compute):
-            raise UserError(found)
+        spans = spans_of(recipe)
+        for own in (span.recipe for span in spans):
+            if found := own.model.device_problems(device.type, own.precision.compute):
+                raise UserError(found)
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
         with stop.leaving_after(MEETING_SECONDS):
@@ -89,7 +92,7 @@ def train(
                     name=name,
                     folder=folder,
                     resume=resume,
-                    mesh=Mesh.create(recipe.parallel, device),
+                    mesh=Mesh.create(spans[0].recipe.parallel, device),
                     stop=agreed,
                     roll_call=roll_call,
                     watch=watch,
@@ -155,22 +158,23 @@ class _Run:
         self._recipe, self._name, self._folder, self._resume = recipe, name, folder, resume
         self._mesh, self._stop = mesh, stop
         self._roll_call, self._watch = roll_call, watch
+        self._prepared: Prepared | None = None  # what is held nowhere else can be let go of
         self._telling = Telling(recipe, folder, lambda: stop.request.seconds)
         watch.tell = self._telling.stands_still
 
     def run(self) -> int:
         """Everything from reading the data to the last event; returns the exit code."""
         with closing(self._open_console()) as console, self._open_store() as store:
-            prepared = self._prepare(store, console)
-            if prepared.nothing_left:
-                self._say(prepared.nothing_left)
+            preparation = self._preparation(store, console)
+            if nothing_left := self._prepare(preparation, console):
+                self._say(nothing_left)
                 return EXIT_FINISHED
             with self._telling.logging(console) as log:
                 try:
                     # What the store has to tell comes before the end; who is lost is found out
                     # before that, or it would wait for them.
                     with store, self._roll_call.naming_the_lost():
-                        ending = self._train(prepared, store, log, console)
+                        ending = self._train(preparation, store, log, console)
                 except Stopped as stopped:
                     with self._roll_call.naming_the_lost():
                         self._telling.stopped(stopped, self._stop.seconds())
@@ -192,9 +196,8 @@ class _Run:
             on_wait=self._roll_call.require_all,
         )
 
-    def _prepare(self, store: CheckpointStore, console: RunConsole) -> Prepared:
-        """See `Preparation`; what is neither refused nor asked for is told in the log."""
-        preparation = Preparation(
+    def _preparation(self, store: CheckpointStore, console: RunConsole) -> Preparation:
+        return Preparation(
             self._recipe,
             folder=self._folder,
             resume=self._resume,
@@ -204,10 +207,17 @@ class _Run:
             progress=console,
             event=self._telling.event,
         )
+
+    def _prepare(self, preparation: Preparation, console: RunConsole) -> str:
+        """See `Preparation`; what is neither refused nor asked for is told in the log.
+
+        Returns why there is nothing to do; empty if there is.
+        """
         try:
             # Named here already, so that the log names them; each rank sees it by itself.
             with self._roll_call.naming_the_lost(), seen_by_every_rank():
-                return preparation.prepare()
+                self._prepared = preparation.prepare()
+                return self._prepared.nothing_left
         except (UserError, Stopped):
             raise
         except BaseException:
@@ -215,10 +225,32 @@ class _Run:
                 raise
 
     def _train(
-        self, prepared: Prepared, store: CheckpointStore, log: EventLog, console: RunConsole
+        self, preparation: Preparation, store: CheckpointStore, log: EventLog, console: RunConsole
     ) -> list[str]:
-        """To the end of the budget; returns what to say in closing."""
-        step = prepared.beginning.position.step
+        """Stage after stage, to the end of the budget; returns what to say in closing."""
+        upkeep = Upkeep(self._recipe.watchdog, self._watch, self._stop.ranks, log)
+        session = self._session(upkeep, store, log, console)
+        session.start(name=self._name)
+        session.run()
+        while not session.assembly.span.is_last:
+            step = session.position.step
+            self._telling.stands_at(step)
+            del session  # before the next model is built: two of them need not fit
+            with seen_by_every_rank():
+                self._prepared = preparation.cross(step)
+            session = self._session(upkeep, store, log, console)
+            session.tell_stage()
+            session.run()
+        ending = close_run(session, log, console)
+        self._stop.ranks.on_main(lambda: resuming.forget_followed(self._folder))
+        return closing_lines(ending, session, self._folder)
+
+    def _session(
+        self, upkeep: Upkeep, store: CheckpointStore, log: EventLog, console: RunConsole
+    ) -> Session:
+        """With what was prepared for it."""
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None, "prepared once for each session"
         session = Session(
             prepared.assembly,
             prepared.beginning,
@@ -227,14 +259,11 @@ class _Run:
             progress=console,
             store=store,
             stop=self._stop,
-            upkeep=Upkeep(self._recipe.watchdog, self._watch, self._stop.ranks, log, step=step),
+            upkeep=upkeep,
         )
+        self._watch.step = session.position.step
         self._telling.step = lambda: session.position.step
-        session.start(name=self._name)
-        session.run()
-        ending = close_run(session, log, console)
-        self._stop.ranks.on_main(lambda: resuming.forget_followed(self._folder))
-        return closing_lines(ending, session, self._folder)
+        return session
 
     def _say(self, *lines: str) -> None:
         """To people."""

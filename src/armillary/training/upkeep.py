@@ -19,13 +19,10 @@ _HINT = "look at that host: other processes, clock rates, its disk and its netwo
 
 
 class Upkeep:
-    """Every rank makes one, behind the same `step`, and calls it alike; rank 0 tells."""
+    """Every rank makes one and calls it alike; rank 0 tells."""
 
-    def __init__(
-        self, config: Watchdog, watch: Watch, ranks: Ranks, log: EventLog, *, step: int
-    ) -> None:
+    def __init__(self, config: Watchdog, watch: Watch, ranks: Ranks, log: EventLog) -> None:
         self._watch, self._log = watch, log
-        watch.step = step
         self._garbage = Garbage(config.garbage_collection)
         self._every = config.ranks_every if ranks.size > 1 else 0
         self._report = RanksReport(ranks.together(socket.gethostname) if self._every else [])

@@ -8,23 +8,12 @@ from urllib.parse import urlsplit
 from armillary.checkpoint.places.local import LocalPlace
 from armillary.checkpoint.places.place import Place
 from armillary.foundation.errors import Problem, UserError, nearest
-
-KINDS = ("s3", "gs", "az")
-"""Kinds of object stores."""
-
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE (of `aws configure`), or the"
-    " role of this machine",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the account"
-    " of this machine",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
-}
-"""Where each kind's own library finds them."""
+from armillary.foundation.stores import CREDENTIALS, OBJECT_STORES, is_address
 
 
 def is_remote(address: str | Path) -> bool:
     """Whether an address is of an object store rather than a path."""
-    return "://" in str(address)
+    return is_address(address)
 
 
 def open_place(address: str | Path, retry_seconds: float = 60) -> Place:
@@ -56,8 +45,8 @@ def open_place(address: str | Path, retry_seconds: float = 60) -> Place:
                 " read them",
             )
         )
-    if parts.scheme not in KINDS:
-        close = nearest(parts.scheme, KINDS)
+    if parts.scheme not in OBJECT_STORES:
+        close = nearest(parts.scheme, OBJECT_STORES)
         raise UserError(
             Problem(
                 f"{text} is of no kind of place that is known",
@@ -82,7 +71,7 @@ def require_reach(place: Place) -> None:
         place.names()
     except OSError as error:
         why = error.strerror or str(error)
-        found = _CREDENTIALS[place.address.partition("://")[0]]
+        found = CREDENTIALS[place.address.partition("://")[0]]
         raise UserError(
             Problem(
                 f"{place.address} cannot be read: {why}",

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from armillary.checkpoint.places.fence import Fence
-from armillary.checkpoint.places.patience import insist
 from armillary.checkpoint.places.place import ASIDE, MANIFEST, Draft, Written, inside, unique
-from armillary.foundation.errors import missing_extra
+from armillary.foundation.patience import insist
 from armillary.foundation.progress import mark
+from armillary.foundation.stores import connect
 from armillary.foundation.strict_json import parse_json
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class RemotePlace:
         self.hurried = False
         self.retry_seconds = retry_seconds
         kind, _, self._root = address.partition("://")
-        self._store = _connect(kind, request_seconds)
+        self._store = connect(kind, request_seconds)
         self._fence = Fence(address, self.read, self._put)
 
     def names(self, under: str = "") -> list[str]:
@@ -241,27 +241,6 @@ class RemotePlace:
 
     def _insist(self, request: Callable[[], T]) -> T:
         return insist(request, self.retry_seconds, lambda: self.hurried)
-
-
-def _connect(kind: str, request_seconds: float) -> Any:
-    """The store's file system; credentials are what its library finds in the environment."""
-    import fsspec
-
-    # What others write must show, so nothing that was listed is remembered.
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    if kind == "s3":
-        options["config_kwargs"] = {
-            "connect_timeout": min(10, request_seconds),
-            "read_timeout": request_seconds,
-            "retries": {"mode": "standard", "total_max_attempts": 3},
-        }
-    try:
-        store = fsspec.filesystem(kind, **options)
-    except ImportError:
-        raise missing_extra(kind, f"{kind}://") from None
-    if kind == "s3":
-        store.retries = 1  # botocore tries again, and so does `insist`
-    return store
 
 
 def _name(info: dict[str, Any]) -> str:

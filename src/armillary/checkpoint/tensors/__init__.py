@@ -12,7 +12,7 @@ from armillary.checkpoint.tensors.index import INDEX_NAME, Stored, logical_bytes
 from armillary.checkpoint.tensors.match import Differences, compare, held_by_all, require_match
 from armillary.checkpoint.tensors.pieces import Piece, digest, flatten, pieces_in, pieces_of
 from armillary.checkpoint.tensors.plan import Planner
-from armillary.checkpoint.tensors.read import read_tensor, read_tensors
+from armillary.checkpoint.tensors.read import read_box, read_tensor, read_tensors
 from armillary.checkpoint.tensors.write import write_tensors
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "logical_bytes",
     "pieces_in",
     "pieces_of",
+    "read_box",
     "read_tensor",
     "read_tensors",
     "require_match",

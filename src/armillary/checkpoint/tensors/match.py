@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -80,19 +80,31 @@ def require_match(
     wanted: Mapping[str, Stored],
     stored: Mapping[str, Stored],
     ignore: tuple[str, ...] = (),
+    *,
+    any_dtype: bool = False,
 ) -> None:
     """Checks names, shapes and dtypes both ways; see `compare`.
+
+    Args:
+        address: of the checkpoint, for people.
+        wanted: see `compare`.
+        stored: see `compare`.
+        ignore: see `compare`.
+        any_dtype: values are converted where dtypes differ.
 
     Raises:
         UserError: one problem for each kind of mismatch, naming the tensors.
     """
+    found = compare(wanted, stored, ignore)
+    if any_dtype:
+        found = replace(found, dtypes=())
     problems = [
         Problem(
             f"checkpoint {address} {line}",
             "the model and optimizer that the checkpoint was written with",
             "take the model and optimizer from the recipe.toml of its run, or --resume never",
         )
-        for line in compare(wanted, stored, ignore).lines()
+        for line in found.lines()
     ]
     if problems:
         raise UserError(problems)

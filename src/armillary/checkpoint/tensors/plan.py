@@ -102,13 +102,14 @@ class Planner:
             speaks = digests.index(digest) == ranks.rank
             told = ranks.together(lambda: own if speaks else ())
             tables = [told[digests.index(each)] for each in digests]
-            self._plan = _plan(tables, ranks.rank, self._file_bytes)
+            self._plan = plan_of(tables, ranks.rank, self._file_bytes)
             self._digests = digests
             self.exchanges += 1
         return self._plan
 
 
-def _plan(tables: Sequence[Table], rank: int, file_bytes: int) -> Plan:
+def plan_of(tables: Sequence[Table], rank: int, file_bytes: int) -> Plan:
+    """The part of one rank in writing what all of them hold."""
     shares = share_out(tables)
     files = [list(_files(number, share, file_bytes)) for number, share in enumerate(shares)]
     placed: dict[str, list[StoredPiece]] = {}

@@ -90,10 +90,20 @@ def read_tensor(place: Place, folder: str, stored: Stored) -> Tensor:
     Raises:
         OSError: it could not be read.
     """
-    whole = torch.empty(stored.shape, dtype=stored.dtype)
-    piece = Piece("", stored.shape, (0,) * len(stored.shape), whole)
-    _read(place, folder, [piece], {"": stored})
-    return whole
+    return read_box(place, folder, stored, tuple((0, size) for size in stored.shape))[0]
+
+
+def read_box(
+    place: Place, folder: str, stored: Stored, box: tuple[tuple[int, int], ...]
+) -> tuple[Tensor, int]:
+    """The values at indices [start, end) of each dim, in host memory; and the bytes read for them.
+
+    Raises:
+        OSError: they could not be read.
+    """
+    part = torch.empty([end - start for start, end in box], dtype=stored.dtype)
+    piece = Piece("", stored.shape, tuple(start for start, _ in box), part)
+    return part, _read(place, folder, [piece], {"": stored})
 
 
 def _read(

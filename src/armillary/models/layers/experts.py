@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from armillary.kernels import swiglu
 from armillary.kernels.grouped import grouped_bias, grouped_linear
 from armillary.models.layers.initializer import ZEROS, Initializer, truncated_normal
+from armillary.models.layers.low_rank import WithLowRank
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x `[N, I]`, weight `[E, O, I]`, ends `[E]`) -> `[N, O]`."""
@@ -28,7 +29,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-class Experts(nn.Module):
+class Experts(WithLowRank):
     """Each expert computes down(activation(gate(x), up(x))) of the rows that are routed to it.
 
     Weights are kept as fp32 masters and computed with in the dtype of x, as everywhere. An expert
@@ -37,9 +38,12 @@ class Experts(nn.Module):
 
     expert_split: ClassVar[dict[str, int]] = {
         "gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1,
+        "gate_lora_b": 1, "up_lora_b": 1, "down_lora_a": 2,
     }  # fmt: skip
     """Dim along which F lies, by parameter: how the experts themselves can be cut, giving partial
     sums out. `down_bias` has none: each part adds its `output_bias_share` of it."""
+    low_rank_targets: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    """Weights beside which low-rank factors can be put, a pair for each expert."""
 
     def __init__(
         self,
@@ -67,23 +71,33 @@ class Experts(nn.Module):
         """Part of `down_bias` that is added here; the parts of one expert add up to 1."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Initialisation of weights and biases."""
+        """Initialisation of weights, biases and low-rank factors."""
         inner, outer = truncated_normal(self.std), truncated_normal(self.output_std)
         weights = {"gate": inner, "up": inner, "down": outer}
-        return weights | dict.fromkeys(("gate_bias", "up_bias", "down_bias"), ZEROS)
+        biases = dict.fromkeys(("gate_bias", "up_bias", "down_bias"), ZEROS)
+        return weights | biases | self.low_rank_initializers()
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x `[N, D]` sorted by expert, counts `[E]` of rows of each, N in all -> `[N, D]`."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate = self._linear(x, self.gate, self.gate_bias, ends)  # [N, F]
-        up = self._linear(x, self.up, self.up_bias, ends)
+        gate = self._linear("gate", x, self.gate_bias, ends)  # [N, F]
+        up = self._linear("up", x, self.up_bias, ends)
         hidden = self.activation(gate, up)
-        y = self.product(hidden, self.down.to(x.dtype), ends)
+        y = self._multiply("down", hidden, ends)
         if self.down_bias is not None:
             bias = self.down_bias.to(y.dtype)
             y = grouped_bias(y, bias * self.output_bias_share, ends)
         return y
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        y = self.product(x, weight.to(x.dtype), ends)
+    def _linear(self, name: str, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        y = self._multiply(name, x, ends)
         return y if bias is None else grouped_bias(y, bias.to(y.dtype), ends)
+
+    def _multiply(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
+        """x `[N, I]` by the weight of this name and what stands beside it -> `[N, O]`."""
+        y = self.product(x, getattr(self, name).to(x.dtype), ends)
+        factors = self.low_rank(name)
+        if factors is None:
+            return y
+        inner = grouped_linear(x, factors.a.to(x.dtype), ends) * factors.scale  # [N, r]
+        return y + grouped_linear(inner, factors.b.to(x.dtype), ends)

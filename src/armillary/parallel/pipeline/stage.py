@@ -107,7 +107,9 @@ class StageForward:
         hidden: Tensor = part.embedding(work.tokens) if self._stage.is_first else received
         if self._stage.is_last:
             return work.finish(_RestOfModel(part, hidden, context, work.cache))
-        return part.run(hidden, context, work.cache)
+        hidden = part.run(hidden, context, work.cache)
+        # A schedule asks each stage for gradients, also a first one of which nothing is trained.
+        return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
 
 
 @dataclass(frozen=True, slots=True)

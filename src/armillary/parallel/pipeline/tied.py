@@ -24,10 +24,10 @@ _FIRST, _LAST = "embedding.weight", "head.weight"
 
 def tied_gradient_hook(parts: Sequence[nn.Module], mesh: Mesh) -> Callable[[], None] | None:
     """What sums the gradients of a tied weight over its two ends, after the backward pass and all
-    reductions over data; None where this rank holds no end of one.
+    reductions over data; None where this rank holds no end of one, or it is not trained.
     """
     ends = _ends(parts, mesh)
-    if not ends:
+    if not ends or not ends[0][1].requires_grad:
         return None
     if len(ends) == 2:
         first, last = (weight for _, weight in ends)

@@ -67,7 +67,7 @@ class Outer:
         return {
             name: local_tensor(tensor.detach())
             for name, tensor in named.items()
-            if tensor.is_floating_point()
+            if tensor.is_floating_point() and name not in self._model.whole.frozen
         }
 
 

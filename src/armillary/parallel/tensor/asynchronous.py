@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.models.layers.linear import Linear
@@ -24,8 +23,8 @@ def overlap_region(region: nn.Module, ranks: TensorRanks) -> bool:
     Linear split by inputs. Returns whether this one can; nothing is changed otherwise.
 
     The products are multiplied as they are in full precision. Where a Linear has got another
-    `product`, or rows are not split in this pass, the collectives stand before and after, as
-    without overlap.
+    `product` or low-rank factors, or rows are not split in this pass, the collectives stand before
+    and after, as without overlap.
     """
     project: Callable[..., tuple[Tensor, ...]] | None = getattr(region, "project", None)
     first, last = (declared_linears(region, kind) for kind in ("outputs", "inputs"))
@@ -52,19 +51,18 @@ def _overlapped_projection(
 
 def _overlapped_output(linear: Linear, ranks: TensorRanks) -> Callable[..., Tensor]:
     def overlapped(*inputs: Tensor) -> Tensor:
-        weight = linear.weight.to(inputs[0].dtype)
         if _is_plain([linear], ranks):
             assert ranks.group is not None
-            y = linear_scatter(inputs, weight, ranks.group)
+            y = linear_scatter(inputs, linear.weight.to(inputs[0].dtype), ranks.group)
         else:
-            y = ranks.leave(linear.product(product_input(linear, inputs), weight))
+            y = ranks.leave(linear.multiply(product_input(linear, inputs)))
         return _biased(linear, y)  # added once: each rank has its own tokens now
 
     return overlapped
 
 
 def _is_plain(linears: list[Linear], ranks: TensorRanks) -> bool:
-    return ranks.sequence_split and all(linear.product is F.linear for linear in linears)
+    return ranks.sequence_split and all(linear.is_plain for linear in linears)
 
 
 def _biased(linear: Linear, y: Tensor) -> Tensor:

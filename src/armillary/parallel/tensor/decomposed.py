@@ -111,11 +111,14 @@ def _gather_linear(x: Tensor, weights: list[Tensor], group: str) -> list[Tensor]
 
 @torch.library.custom_op("armillary::gather_linear_backward", mutates_args=())
 def _gather_linear_backward(
-    grads: list[Tensor], x: Tensor, weights: list[Tensor], group: str
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], group: str, trained: bool
 ) -> list[Tensor]:
-    """Gradient of x, then those of the weights. Rows are gathered again, not kept."""
+    """Gradient of x, then those of trained weights. Rows are gathered again, not kept."""
+    transposed = [weight.mT for weight in weights]
+    if not trained:
+        return [_multiply_and_scatter(grads, transposed, group)]
     gathering = Gathering(x, SEQUENCE, group)
-    grad_x = _multiply_and_scatter(grads, [weight.mT for weight in weights], group)
+    grad_x = _multiply_and_scatter(grads, transposed, group)
     rows = gathering.wait()
     return [grad_x, *(_weight_gradient(grad, rows) for grad in grads)]
 
@@ -128,17 +131,17 @@ def _linear_scatter(inputs: list[Tensor], weight: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("armillary::linear_scatter_backward", mutates_args=())
 def _linear_scatter_backward(
-    grad: Tensor, inputs: list[Tensor], weight: Tensor, group: str
+    grad: Tensor, inputs: list[Tensor], weight: Tensor, group: str, trained: bool
 ) -> list[Tensor]:
-    """Gradient of the weight, then those of the inputs."""
+    """Gradients of the inputs, then that of a trained weight."""
     rows, (grad_x,) = _gather_and_multiply(grad, [weight.mT], group)
     if len(inputs) == 1:
-        return [_weight_gradient(rows, inputs[0]), grad_x]
+        return [grad_x, _weight_gradient(rows, inputs[0])] if trained else [grad_x]
     gate, up = inputs
     activated = F.silu(gate)
-    grad_weight = _weight_gradient(rows, activated * up)
+    own = [_weight_gradient(rows, activated * up)] if trained else []
     grad_gate = torch.ops.aten.silu_backward(grad_x * up, gate)
-    return [grad_weight, grad_gate, grad_x.mul_(activated)]
+    return [grad_gate, grad_x.mul_(activated), *own]
 
 
 @_gather_linear.register_fake
@@ -147,8 +150,10 @@ def _(x: Tensor, weights: list[Tensor], group: str) -> list[Tensor]:
 
 
 @_gather_linear_backward.register_fake
-def _(grads: list[Tensor], x: Tensor, weights: list[Tensor], group: str) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
+def _(
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], group: str, trained: bool
+) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (x, *(weights if trained else []))]
 
 
 @_linear_scatter.register_fake
@@ -159,8 +164,10 @@ def _(inputs: list[Tensor], weight: Tensor, group: str) -> Tensor:
 
 
 @_linear_scatter_backward.register_fake
-def _(grad: Tensor, inputs: list[Tensor], weight: Tensor, group: str) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in (weight, *inputs)]
+def _(
+    grad: Tensor, inputs: list[Tensor], weight: Tensor, group: str, trained: bool
+) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (*inputs, *([weight] if trained else []))]
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: Any) -> None:
@@ -168,10 +175,13 @@ def _keep_gather(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: Any
     ctx.save_for_backward(x, *weights)
 
 
-def _gather_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, list[Tensor], None]:
+def _gather_gradient(
+    ctx: Any, grads: list[Tensor]
+) -> tuple[Tensor, list[Tensor] | list[None], None]:
     x, *weights = ctx.saved_tensors
-    grad_x, *grad_weights = _gather_linear_backward(grads, x, weights, ctx.group)
-    return grad_x, grad_weights, None
+    trained = any(ctx.needs_input_grad[1])
+    grad_x, *grad_weights = _gather_linear_backward(grads, x, weights, ctx.group, trained)
+    return grad_x, grad_weights if trained else [None] * len(weights), None
 
 
 def _keep_scatter(ctx: Any, inputs: tuple[list[Tensor], Tensor, str], output: Any) -> None:
@@ -179,10 +189,11 @@ def _keep_scatter(ctx: Any, inputs: tuple[list[Tensor], Tensor, str], output: An
     ctx.save_for_backward(weight, *factors)
 
 
-def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], Tensor, None]:
+def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], Tensor | None, None]:
     weight, *factors = ctx.saved_tensors
-    grad_weight, *grads = _linear_scatter_backward(grad, factors, weight, ctx.group)
-    return grads, grad_weight, None
+    trained = ctx.needs_input_grad[1]
+    grads = _linear_scatter_backward(grad, factors, weight, ctx.group, trained)
+    return grads[: len(factors)], grads[-1] if trained else None, None
 
 
 _gather_linear.register_autograd(_gather_gradient, setup_context=_keep_gather)

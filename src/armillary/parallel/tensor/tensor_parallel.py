@@ -24,8 +24,11 @@ from armillary.parallel.tensor.vocabulary import split_embedding, split_head
 
 AXIS = "tp"
 
-_DIMS = {"outputs": 0, "inputs": 1, "heads": 0}
-"""Which dim of a weight each word of a declaration cuts."""
+_LINEAR_DIMS = {
+    "outputs": {"weight": 0, "bias": 0, "lora_b": 0},
+    "inputs": {"weight": 1, "lora_a": 1},
+}
+"""By how a Linear is split, the dim that is cut of each parameter that it may have."""
 
 
 def split_tensors(model: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
@@ -74,14 +77,13 @@ def _declaring(model: nn.Module, declaration: str) -> Iterator[tuple[str, nn.Mod
 
 def _split_region(prefix: str, region: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
     for path, kind in declared_splits(region).items():
-        dim = _DIMS[kind]
-        names = [path] if kind == "heads" else [f"{path}.weight"]
-        if kind == "outputs":
-            names.append(f"{path}.bias")
-        for name in names:
+        dims = {path: 0}
+        if kind != "heads":
+            dims = {f"{path}.{attribute}": dim for attribute, dim in _LINEAR_DIMS[kind].items()}
+        for name, dim in dims.items():
             owner, _, attribute = name.rpartition(".")
             module = region.get_submodule(owner)
-            if getattr(module, attribute) is None:
+            if getattr(module, attribute, None) is None:
                 continue  # an optional parameter that this model does without
             size = module.get_parameter(attribute).shape[dim]
             full_name = f"{prefix}.{name}"
@@ -120,7 +122,6 @@ def _surround(region: nn.Module, ranks: TensorRanks) -> None:
 
 def _without_bias(linear: Linear) -> Callable[..., Tensor]:
     def forward(*inputs: Tensor) -> Tensor:
-        x = product_input(linear, inputs)
-        return linear.product(x, linear.weight.to(x.dtype))
+        return linear.multiply(product_input(linear, inputs))
 
     return forward

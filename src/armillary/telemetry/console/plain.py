@@ -50,6 +50,12 @@ def _validation_line(event: Mapping[str, Any], state: RunState) -> str:
     )
 
 
+def _evaluation_line(event: Mapping[str, Any], state: RunState) -> str:
+    value, error = number(event["value"], ".4f"), event.get("error")
+    spread = "" if error is None else f" +- {number(error, '.4f')}"
+    return f"{event['task']} at step {event['step']}  {event['metric']} {value}{spread}"
+
+
 def _checkpoint_line(event: Mapping[str, Any], state: RunState) -> str | None:
     if event["state"] not in ("durable", "failed"):
         return None
@@ -73,15 +79,22 @@ def _start_line(event: Mapping[str, Any], state: RunState) -> str:
     return ", ".join(parts)
 
 
+def _stage_line(event: Mapping[str, Any], state: RunState) -> str:
+    steps = f"stage {event['name']}: steps {event['first_step']} to {event['last_step']}"
+    return ", ".join([steps, *event["set"]])
+
+
 # No `error`: the command that fails tells why, with a console or without.
 _FORMS: dict[str, Callable[[Mapping[str, Any], RunState], str | None]] = {
     "start": _start_line,
     "step": lambda event, state: step_line(state),
     "validation": _validation_line,
+    "evaluation": _evaluation_line,
     "checkpoint": _checkpoint_line,
     "warning": _warning_line,
     "message": lambda event, state: str(event["message"]),
     "rewind": lambda event, state: f"warning: {event['message']}",
+    "stage": _stage_line,
     "sample": lambda event, state: f"sample: {event['prompt']}{event['text']}",
     "profile": lambda event, state: (
         f"profile of steps {event['first_step']} to {event['last_step']}: {event['path']}"

@@ -46,6 +46,8 @@ class RunState:
             self._take_step(event)
         elif kind == "validation":
             self.bits_per_byte = event["bits_per_byte"]
+        elif kind == "stage":
+            self.times.clear()  # the pace may be another from here on
         elif kind == "warning":
             self.warning = event["message"]
         elif kind == "stop":

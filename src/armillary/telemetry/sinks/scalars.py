@@ -23,11 +23,13 @@ _NAMES = {
 
 
 def scalars(event: Mapping[str, Any]) -> dict[str, float]:
-    """Plottable numbers by name: of `step` and `validation` events; nulls are left out."""
+    """Plottable numbers by name, of steps, validations and evaluations; nulls are left out."""
     if event["kind"] == "step":
         names = _NAMES
     elif event["kind"] == "validation":
         names = {field: f"{event['name']}/{field}" for field in ("loss", "bits_per_byte")}
+    elif event["kind"] == "evaluation":
+        names = {"value": f"{event['task']}/{event['metric']}"}
     else:
         return {}
     return {

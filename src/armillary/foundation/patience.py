@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from armillary.foundation.errors import ArmillaryError
 from armillary.foundation.progress import mark
 
 T = TypeVar("T")
@@ -19,6 +20,8 @@ _GLANCE_SECONDS = 0.2
 
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, ImportError)
 """What the same request would only be told again."""
+_OFFLINE = "OfflineModeIsEnabled"
+"""What the Hugging Face hub's library raises where its environment forbids it the network."""
 
 
 def insist(
@@ -33,6 +36,7 @@ def insist(
 
     Raises:
         OSError: what the store said last, whatever the kind of error its library raised.
+        ArmillaryError: the request's own, such as of a library that is not installed; at once.
     """
     began = time.monotonic()
     wait = _FIRST_WAIT
@@ -45,6 +49,8 @@ def insist(
         mark()  # a store in trouble is not a process that has come to a standstill
         try:
             return request()
+        except ArmillaryError:
+            raise
         except Exception as error:
             if is_final(error) or is_over(wait):
                 raise as_os_error(error) from error
@@ -57,7 +63,8 @@ def insist(
 def is_final(error: Exception) -> bool:
     """Whether the same request would fail in the same way."""
     # Libraries of stores tell of missing credentials each with a class of its own.
-    if "Credential" in type(error).__name__ or isinstance(error, _FINAL):
+    kind = type(error).__name__
+    if "Credential" in kind or kind == _OFFLINE or isinstance(error, _FINAL):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.EINVAL

@@ -1,0 +1,1 @@
+"""Conversations: chat templates, and which tokens of a conversation are learned from."""

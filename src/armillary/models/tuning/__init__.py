@@ -1,0 +1,1 @@
+"""Which weights of a model are trained, and what is put beside them. See docs/fine-tuning.md."""
