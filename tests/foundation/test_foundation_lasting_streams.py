@@ -30,7 +30,8 @@ def test_a_process_may_go_on_speaking_to_a_terminal_that_is_lost(how: str, code:
         command, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True
     ) as process:
         os.close(theirs)
-        assert os.read(ours, 100) == b"shown\r\n"
+        with os.fdopen(os.dup(ours), "rb", buffering=0) as terminal:
+            assert terminal.readline() == b"shown\r\n"
         os.close(ours)
         process.communicate(b"\n", timeout=60)
         assert process.returncode == code

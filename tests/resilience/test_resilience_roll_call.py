@@ -30,7 +30,7 @@ class Remembered:
     def add(self, key: str, amount: int, /) -> int:
         if amount:
             self.beaten.set()
-        elif key not in self.dead:
+        elif key.startswith("armillary/alive/") and key not in self.dead:
             self.looks += 1
             amount = 1
         self.counts[key] += amount
@@ -117,3 +117,16 @@ def test_who_waits_in_a_collective_hears_the_finding_before_the_store_goes() -> 
         store.values = None  # type: ignore[assignment]  # the finder hosted it and has left
         with pytest.raises(RunError, match="rank 2 is gone"), waiting.naming_the_lost():
             raise BROKEN
+
+
+def test_rank_0_stays_until_those_that_are_left_have_heard() -> None:
+    store = Remembered()
+    store.set("armillary/lost", "2")
+    host, slow = (RollCall(store, rank=rank, world_size=3, period=1.0) for rank in (0, 1))
+    leaving = threading.Thread(target=host.lost)
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    assert slow.lost() == [2]
+    leaving.join(60)
+    assert not leaving.is_alive() and store.counts["armillary/heard"] == 2

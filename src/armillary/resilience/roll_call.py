@@ -23,8 +23,8 @@ _RANKS_PER_SECOND = 500
 """Signs of life that the store takes without strain."""
 _SILENT_PERIODS = 4
 """Without a sign of life for so long, a rank is lost."""
-_HEARING_PERIODS = 3
-"""After a finding, how long it takes until every rank has looked at the store once more."""
+_HEARING_PERIODS = 10
+"""After a finding, how long rank 0 waits for ranks that do not say that they have heard of it."""
 _ASKERS = 8
 """Ranks that look for signs of life. Were ten thousand to look for ten thousand, the store would be
 busy for an hour; the others wait for the finding of these."""
@@ -34,6 +34,7 @@ _ASKED = "armillary/asked"
 _NEWS = "armillary/news"
 """There as soon as any of the following is: one look is enough for as long as there is nothing."""
 _VERDICT = "armillary/lost"
+_HEARD = "armillary/heard"
 _STOP = "armillary/stop"
 _CALL = "armillary/call"
 _LOST_PEER = (
@@ -82,6 +83,7 @@ class RollCall:
         self.rank, self.world_size = rank, world_size
         self.period = period or max(1.0, world_size / _RANKS_PER_SECOND)
         self._heard: list[int] | None = None
+        self._hearing = threading.Lock()
         self._stop: str | None = None
         self._told_of_stop = False
         self._call: str | None = None
@@ -149,25 +151,45 @@ class RollCall:
             RunError: ranks are missing.
         """
         if found := self._heard:
+            self._let_others_hear(found)
             raise _gone(found, TimeoutError("it leaves no sign of life"))
 
     def lost(self) -> list[int]:
         """The ranks without a sign of life; rank 0 where the store itself went with it.
 
         The first rank to ask leaves its finding for the others, who hear of it between two signs of
-        life, whatever they wait in: it may be gone itself, and the store with it, before they come
-        to ask. So it also stays for as long as they need to hear.
+        life, whatever they wait in. Rank 0 stays until they have: the store goes with it.
         """
         store = self.store
         assert store is not None
         try:
-            if (found := self._heard or _verdict(store)) is not None:
-                return found
-            if store.add(_ASKED, 1) > _ASKERS:
-                return self._told(store)
-            return self._look(store)
+            found = self._heard or _verdict(store) or self._find(store)
+            if found:
+                self._hear(store, found)
         except Exception:  # whatever a store makes of a host that does not answer
             return self._heard or [0]
+        self._let_others_hear(found)
+        return found
+
+    def _find(self, store: Store) -> list[int]:
+        return self._told(store) if store.add(_ASKED, 1) > _ASKERS else self._look(store)
+
+    def _hear(self, store: Store, found: list[int]) -> None:
+        """Remembers a finding, and lets rank 0 know that this one has heard of it."""
+        with self._hearing:
+            is_news, self._heard = self._heard is None, found
+        if is_news:
+            store.add(_HEARD, 1)
+
+    def _let_others_hear(self, found: list[int]) -> None:
+        """Where the store goes with this rank: waits for those that are left, for a while."""
+        if self.store is None or self.rank != 0 or not found:
+            return
+        left = self.world_size - len(found)
+        until = time.monotonic() + _HEARING_PERIODS * self.period
+        with contextlib.suppress(Exception):  # a store that is gone has nothing to tell
+            while self.store.add(_HEARD, 0) < left and time.monotonic() < until:
+                time.sleep(self.period / 10)
 
     def _look(self, store: Store) -> list[int]:
         before = self._signs(store)
@@ -179,7 +201,6 @@ class RollCall:
         found = [rank for rank in others if after[rank] == before[rank]]
         if found:
             post(store, _VERDICT, " ".join(map(str, found)))
-            time.sleep(_HEARING_PERIODS * self.period)
         return found
 
     def _told(self, store: Store) -> list[int]:
@@ -216,7 +237,8 @@ class RollCall:
     def _listen(self, store: Store) -> None:
         if not store.check([_NEWS]):
             return
-        self._heard = _verdict(store)
+        if (found := _verdict(store)) is not None:
+            self._hear(store, found)
         self._call = read(store, _CALL)
         if self._stop is None and (name := read(store, _STOP)) is not None:
             self._stop, self._told_of_stop = name, True
