@@ -239,6 +239,35 @@ def test_a_budget_of_flops_is_probed_and_spent(
     assert document["verdict"]["kind"] == "cannot be told"
 
 
+def test_an_interrupted_comparison_says_how_far_it_is_and_what_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = plan_in(Path("out"), command="armillary compare a b --out out")
+    plan.save()
+    for done, code in ((0, 2), (1, 2), (2, 0)):
+        assert main(["compare", "out"]) == code
+        told = capsys.readouterr().err
+        assert f"the comparison out is not through: {done} of 4 runs are done" in told
+        assert "armillary compare a b --out out" in told
+        assert "nothing to compare" not in told
+        if done < 2:
+            task = plan.tasks()[done]
+            recipe = task.entry.recipe
+            write_run(plan.run_folder(task), seed=task.seed, bits=2.0, recipe=recipe)
+            plan.ended[task.name] = 0
+            plan.save()
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["compare", "debug", "debug", "--optimizer.lr", "1e-3", "--out", "file/z"]) == 2
+    assert "error: --out file/z: cannot be used: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -60,6 +60,27 @@ def test_every_command_keeps_the_convention(name: str, capsys: pytest.CaptureFix
     assert f"usage: armillary {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "eval asked --help",
+        "generate asked --temperature 1 --help",
+        "import out1 --model.vocab-size 512 --help",
+        "replay asked --help",
+        "compare out asked --help",
+        "train no-such-recipe --help",
+        "train debug --optimizer.lr fast --help",
+    ],
+)
+def test_help_is_shown_whatever_else_was_typed(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(typed.split()) == 0
+    said = capsys.readouterr()
+    assert f"usage: armillary {typed.split(maxsplit=1)[0]}" in said.out
+    assert ("error: " in said.err) == typed.startswith("train")
+
+
 def test_help_lists_commands_and_where_to_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert_matches_snapshot(capsys.readouterr().out, SNAPSHOTS / "help.txt")

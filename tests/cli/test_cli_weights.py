@@ -87,7 +87,7 @@ def test_a_model_comes_back_bit_by_bit_and_both_write_the_same_64_tokens(
     assert [n for n in before if not torch.equal(before[n], after[n])] == []
     greedy = ["--temperature", "0", "--max-new-tokens", str(NEW)]
     (text,) = command("generate", run, "--prompt", PROMPT, *greedy, out=capsys)["texts"]
-    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(PROMPT)]])
+    prompt = torch.tensor([tokenizer.encode(PROMPT)])
     written = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -233,3 +233,73 @@ def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_the_same_ids(
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
     assert plan.config["eos_token_id"] == 257
     assert not export_tokenizer(tmp_path / "none", tmp_path / "out", max_seq_len=1)
+
+
+CHATML = """\
+{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def with_turns(folder: Path, **config: Any) -> None:
+    """A model whose tokenizer has special tokens for turns, and a template that uses them."""
+    from armillary.data.tokenizer_subword import Bpe
+
+    write_model("llama", folder)
+    special = ("<|im_start|>", "<|im_end|>")
+    built = Bpe(vocab_size=TOKENS, special=special).build(["def f(x): return x\n" * 20])
+    (folder / "tokenizer.json").write_text(built.files()["tokenizer.json"])
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHATML} | config))
+
+
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": False}], ids=["silent", "against"])
+def test_other_tools_begin_and_stop_as_generate_does(
+    config: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from armillary.inference.load import load_trained
+
+    with_turns(tmp_path / "source", **config)
+    source, run, out = (str(tmp_path / name) for name in ("source", "run", "out"))
+    command("import", source, "--run", run, out=capsys)
+    for again in ("run", "again"):  # an export that is imported says the same once more
+        trained = load_trained(tmp_path / again, device=torch.device("cpu"))
+        command("export", str(tmp_path / again), "--to", f"{out}-{again}", out=capsys)
+        model, theirs = loaded_quietly(Path(f"{out}-{again}"))
+        expected = trained.encode("def ")
+        assert expected[0] == trained.tokenizer.bos_id and expected.count(expected[0]) == 1
+        assert theirs("def ").input_ids == expected
+        turn = [{"role": "user", "content": "def "}]
+        ids = theirs.apply_chat_template(turn, add_generation_prompt=True).input_ids
+        assert ids.count(theirs.bos_token_id) == 1
+        ends = [theirs.eos_token_id, theirs.convert_tokens_to_ids("<|im_end|>")]
+        assert model.generation_config.eos_token_id == model.config.eos_token_id == ends
+        if again == "run":
+            command("import", f"{out}-run", "--run", str(tmp_path / "again"), out=capsys)
+
+
+def test_a_run_of_conversations_leaves_bos_to_its_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_turns(tmp_path / "source")
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    chat = ["--data.corpus", "chat", "--data.corpus.files", "none.jsonl"]
+    command("import", str(tmp_path / "source"), "--run", run, *chat, out=capsys)
+    command("export", run, "--to", out, out=capsys)
+    _, theirs = loaded_quietly(Path(out))
+    assert theirs.bos_token_id not in theirs("def ").input_ids
+
+
+def test_rows_of_the_tokenizers_tokens_are_not_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_turns(tmp_path / "source")
+    source, run, out = (str(tmp_path / name) for name in ("source", "run", "out"))
+    assert main(["import", source, "--run", run, "--model.vocab-size", "260"]) == 2
+    assert "--model.vocab-size 260: the tokenizer has" in capsys.readouterr().err
+    assert not Path(run).exists()
+    command("import", source, "--run", run, out=capsys)
+    assert main(["export", run, "--to", out, "--vocab-size", "260"]) == 2
+    assert "--vocab-size 260: the tokenizer has" in capsys.readouterr().err
+    assert not Path(out).exists()

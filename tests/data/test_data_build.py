@@ -255,6 +255,11 @@ def test_splits_without_documents_are_errors_that_say_how_to_get_some(tmp_path: 
     with pytest.raises(UserError, match="no validation document: of 1 documents") as caught:
         build(texts_data(tmp_path, validation_fraction=0.01))
     assert "--data.corpus.separator" in str(caught.value)
+    (tmp_path / "one.jsonl").write_text('{"text": "One line."}\n')
+    lines = JsonLines(files=(str(tmp_path / "one.jsonl"),))
+    with pytest.raises(UserError, match=r"--data\.validation-fraction 0 ") as caught:
+        build(texts_data(tmp_path, corpus=lines, validation_fraction=0.01))
+    assert "separator" not in str(caught.value)
     with pytest.raises(UserError, match="nothing to train on: all 1 documents are held out"):
         build(texts_data(tmp_path, validation_fraction=0.999999))
     none = build(texts_data(tmp_path, validation_fraction=0.0))

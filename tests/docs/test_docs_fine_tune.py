@@ -21,24 +21,8 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with conversations, the page's own among them."""
-    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    lines = blocks("json") + [
-        json.dumps(
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": f"What is {number}, and what comes before {after}?",
-                    },
-                    {"role": "assistant", "content": f"It is {name}. And {names[after - 1]}."},
-                ]
-            }
-        )
-        for number, name in enumerate(names)
-        for after in range(1, 10)
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(line.strip() for line in lines))
+    """A folder with the conversations of the page, and no others."""
+    (tmp_path / "chats.jsonl").write_text(blocks("json")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARMILLARY_CACHE", str(tmp_path / "cache"))
     torch.set_num_threads(1)

@@ -206,7 +206,7 @@ def test_all_problems_of_an_evaluation_are_told_at_once() -> None:
         assert part in text
     missing = [problem.message for problem in wrong.missing()]
     assert missing == [
-        "evaluation.tasks.2.files: nowhere.jsonl is not a file",
+        f"evaluation.tasks.2.files: nowhere.jsonl is not a file (looked for from {Path.cwd()})",
         "there is no bundled:nothing",
     ]
     assert "beyond model.max_seq_len = 64" in Evaluation(seq_len=65).problems(32, 64)[0].message

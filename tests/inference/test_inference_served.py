@@ -176,6 +176,14 @@ def test_a_task_of_ones_own_is_named_by_leaves_and_one_that_fails_ends_with_1(
     file.write_text("{}\n")
     assert main(["eval", str(run), *task]) == 1
     assert f"failed: cloze: {file}:1: no 'text'" in capsys.readouterr().out
+    file.unlink()
+    more = ["--evaluation.tasks.1", "multiple-choice"]
+    assert main(["eval", str(run), *task, *more, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["failed"] == {"cloze": f"cannot read {file}: No such file or directory"}
+    assert list(found["tasks"]) == ["multiple-choice"]
+    assert main(["eval", str(run), *task[:-1], "no.jsonl"]) == 1
+    assert f"(looked for from {Path.cwd()})" in capsys.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +198,6 @@ def test_a_task_of_ones_own_is_named_by_leaves_and_one_that_fails_ends_with_1(
         (["--taks", "cloze"], "try: --tasks"),
         (["--step", "9"], "no checkpoint of step 9"),
         (["--parallel.cpu-offload"], "parallel.cpu_offload = true"),
-        (["--evaluation.tasks.0", "cloze", "--evaluation.tasks.0.files", "no"], "is not a file"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_started(

@@ -176,7 +176,7 @@ def test_a_file_that_breaks_during_the_run_is_a_warning(folder: Path) -> None:
     assert message == f"evaluation cloze failed: {items}:1: no context or no target"
     missing = replace(recipe, evaluation=Evaluation(tasks=(Cloze(files=("nowhere.jsonl",)),)))
     assert [problem.message for problem in problems(missing)] == [
-        "evaluation.tasks.0.files: nowhere.jsonl is not a file"
+        f"evaluation.tasks.0.files: nowhere.jsonl is not a file (looked for from {Path.cwd()})"
     ]
 
 

@@ -93,6 +93,8 @@ class Plan:
     """By key: `flops_per_token`, `step_seconds`."""
     ended: dict[str, int] = field(default_factory=dict)
     """Exit code of each run that has ended for good, by `Task.name`."""
+    command: str = ""
+    """What was typed, and goes on with it."""
 
     def tasks(self) -> list[Task]:
         """Every run: seed after seed, and of each seed all recipes, each time another one first.
@@ -117,7 +119,8 @@ class Plan:
     def save(self) -> None:
         """Writes plan.json and the recipes whose budget is known."""
         make_folder(self.folder / "recipes")
-        document = self._asked() | {"probes": self.probes, "ended": self.ended}
+        progress = {"probes": self.probes, "ended": self.ended}
+        document = self._asked() | {"command": self.command} | progress
         write_atomically(self.folder / PLAN_FILE, json.dumps(document, indent=1) + "\n")
         for entry in self.entries:
             if not self.limit.needs_probe or entry.key in self.probes:
@@ -176,6 +179,8 @@ def read_plan(path: Path) -> dict[str, Any]:
         keys = {each["key"] for each in document["recipes"]}
         fine = (
             document["version"] == VERSION
+            and isinstance(document["seeds"], int)
+            and isinstance(document.get("command", ""), str)
             and all(_is_probe(probe) for probe in probes.values())
             and all(isinstance(code, int) for code in ended.values())
             and all((run := _RUN.fullmatch(name)) and run[1] in keys for name in ended)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
     if any(_is_folder(words[0]) and len(words) > 1 for words in groups):
         raise UserError(Problem("a run is as it is: no values can be set on one", fix="a recipe"))
     trained, plan = _trained(groups, arguments)
+    begun = _begun(folders)
     contenders = _beside([*trained, *_of_folders(folders)])
+    if begun and len(contenders) < 2:
+        raise UserError(begun)
+    for problem in begun:
+        _say(f"note: {problem.message}; to go on: {problem.fix}")
     comparison = compare(
         contenders,
         target_loss=arguments.target_loss,
@@ -202,10 +208,15 @@ def _trained(
         seeds=arguments.seeds,
         limit=_limit(arguments),
         nproc=arguments.nproc,
+        command=shlex.join(["armillary", *arguments.argv]),
     )
     _require_trainable(plan)
-    plan.load_progress()
-    plan.save()
+    try:
+        plan.load_progress()
+        plan.save()
+    except OSError as error:
+        message = f"--out {plan.folder}: cannot be used: {error.strerror}"
+        raise UserError(Problem(message, "a folder that can be written", "another --out")) from None
     with Forwarding() as signals:
 
         def start(argv: list[str], nproc: int) -> Ended:
@@ -269,6 +280,22 @@ def _of_folders(folders: Sequence[Path]) -> list[Contender]:
     return contenders_of(found, ended, names)
 
 
+def _begun(folders: Sequence[Path]) -> list[Problem]:
+    """Comparisons among the folders that are not through, and the commands that go on."""
+    from armillary.analysis.plan import PLAN_FILE, read_plan
+
+    found = []
+    for each in folders:
+        if (each / PLAN_FILE).is_file():
+            plan = read_plan(each / PLAN_FILE)
+            runs, ended = len(plan["recipes"]) * plan["seeds"], len(plan["ended"])
+            if ended < runs:
+                message = f"the comparison {each} is not through: {ended} of {runs} runs are done"
+                fix = plan.get("command") or "the command that began it"
+                found.append(Problem(message, fix=fix))
+    return found
+
+
 def _beside(contenders: Sequence[Contender]) -> list[Contender]:
     """The contenders with signs of their own, in order."""
     from dataclasses import replace
@@ -315,9 +342,10 @@ def _show(comparison: Comparison, arguments: argparse.Namespace, plan: Plan | No
     pages = [] if plan is None else [plan.folder / _PAGE]
     if arguments.html:
         pages.append(Path(arguments.html))
-    if plan is not None:
-        write_atomically(plan.folder / _JSON, document + "\n")
+    path = Path() if plan is None else plan.folder / _JSON
     try:
+        if plan is not None:
+            write_atomically(path, document + "\n")
         for path in pages:
             write_atomically(path, page_of(comparison).encode("utf-8", "backslashreplace"))
     except OSError as error:

@@ -145,9 +145,9 @@ def _tasks(
         chosen = [_limited(task, arguments.limit) for task in chosen]
     settings = dataclasses.replace(recipe.evaluation, tasks=tuple(chosen))
     context = getattr(recipe.model, "max_seq_len", None)
-    if found := [*settings.problems(recipe.budget.seq_len, context), *settings.missing()]:
+    if found := settings.problems(recipe.budget.seq_len, context):
         raise UserError(found)
-    return chosen
+    return chosen  # a file that is not there fails its own task, as one that is bad
 
 
 def _limited(task: EvaluationTask, limit: int) -> EvaluationTask:

@@ -54,26 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if found:
         raise UserError(found)
-    from armillary.checkpoint.hugging_face.exporting import (
-        plan_export,
-        require_free,
-        write_export,
-    )
+    from armillary.checkpoint.hugging_face.exporting import require_free, write_export
     from armillary.inference.load import find_saved, recipe_at
     from armillary.recipe import Recipe, read_toml
     from armillary.recipe.overrides import apply
     from armillary.telemetry.console import open_console
     from armillary.telemetry.format import byte_count
-    from armillary.training.exporting import plain_sources
+    from armillary.training.exporting import plan_of_run
 
     require_free(target)
     with closing(open_console()) as console:
         folder, checkpoint = find_saved(named_run(Path(arguments.path)), arguments.step, console)
         recipe = recipe_at(apply(Recipe(), [read_toml(folder / "recipe.toml")]), checkpoint.step)
         tokenizer = folder / TOKENIZER_FOLDER
-        plan = plan_export(
-            recipe.model,
-            plain_sources(recipe, checkpoint),
+        plan = plan_of_run(
+            recipe,
+            checkpoint,
             dtype=arguments.dtype,
             vocab_size=arguments.vocab_size,
             tokenizer=tokenizer,

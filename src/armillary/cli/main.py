@@ -180,7 +180,12 @@ def _help(wanted: HelpWanted) -> str:
         return text
     from armillary.cli.leaves import leaves_help
 
-    return text + "\n" + leaves_help(wanted.recipe_tokens)
+    try:
+        return text + "\n" + leaves_help(wanted.recipe_tokens)
+    except ArmillaryError as error:  # help is shown whatever else was typed
+        if wanted.parser.takes_recipes_alone:
+            tell(str(error), every_rank_sees_it=True)
+        return text
 
 
 def _report_unexpected(error: Exception) -> None:

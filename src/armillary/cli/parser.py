@@ -39,6 +39,11 @@ class Parser(argparse.ArgumentParser):
         self.usage = f"{self.prog} {words} [--LEAF VALUE ...] [--from-file FILE.toml] [options]"
         self.epilog = _RECIPE_HELP.format(prog=self.prog)
 
+    @property
+    def takes_recipes_alone(self) -> bool:
+        """Whether the words name recipes; else a run, a folder or a source may stand there."""
+        return self.recipe_words in ("[RECIPE]", "RECIPE RECIPE")
+
     def add_subparsers(self, **keywords: Any) -> Any:
         """As argparse's; remembers the sub-commands."""
         action: Any = super().add_subparsers(**keywords)

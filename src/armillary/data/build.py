@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from armillary.data.cache import Cache, cache_error, cache_folder, digest_of
-from armillary.data.config import Data
+from armillary.data.config import Data, Text
 from armillary.data.corpus import corpus_parts
 from armillary.data.encoding import Encoding
 from armillary.data.pieces import (
@@ -210,7 +210,13 @@ class _Build:
                 documents += len(found["hashes"])
                 held_out += int((found["hashes"] < threshold).sum())
                 empty += int(found["empty"][0])
-            problem = _split_problem(documents, held_out, empty, self.data.validation_fraction)
+            problem = _split_problem(
+                documents,
+                held_out,
+                empty,
+                self.data.validation_fraction,
+                whole_files=isinstance(self.readings[part].corpus, Text),
+            )
             if problem is not None:
                 corpus = self.readings[part].name
                 where = (
@@ -321,7 +327,13 @@ class _Build:
         return pieces
 
 
-def _split_problem(documents: int, held_out: int, empty: int, fraction: float) -> Problem | None:
+SEPARATED = "--data.corpus.separator '\\n\\n'"
+"""How texts whose files hold several documents each are cut."""
+
+
+def _split_problem(
+    documents: int, held_out: int, empty: int, fraction: float, *, whole_files: bool
+) -> Problem | None:
     if documents == 0:
         return Problem(
             f"is empty: no document has any text ({empty} are empty)",
@@ -339,7 +351,7 @@ def _split_problem(documents: int, held_out: int, empty: int, fraction: float) -
             f"has no validation document: of {documents} documents the share "
             f"data.validation_fraction = {fraction} comes to none",
             "a share or a corpus large enough for one, or 0 for no validation",
-            "--data.validation-fraction 0.3, or cut files into documents (for text: "
-            "--data.corpus.separator '\\n\\n')",
+            "--data.validation-fraction 0 for a handful of documents, 0.3 for some more"
+            + (f", or cut files into documents: {SEPARATED}" if whole_files else ""),
         )
     return None

@@ -37,6 +37,12 @@ def path_of(file: str) -> Path:
     return _FOLDER / name
 
 
+def _from(file: str) -> str:
+    """Where a relative path is looked for, as a note after it."""
+    relative = not file.startswith(BUNDLED) and not path_of(file).is_absolute()
+    return f" (looked for from {Path.cwd()})" if relative else ""
+
+
 def missing_files(files: Sequence[str], where: str) -> list[Problem]:
     """Those that are no files.
 
@@ -48,7 +54,8 @@ def missing_files(files: Sequence[str], where: str) -> list[Problem]:
     for file in filter(None, files):
         try:
             if not path_of(file).is_file():
-                found.append(Problem(f"{where}: {file} is not a file", "a file"))
+                message = f"{where}: {file} is not a file{_from(file)}"
+                found.append(Problem(message, "a file"))
         except UserError as error:
             found += error.problems
     return found
@@ -85,7 +92,7 @@ def _items(file: str) -> Iterator[Item]:
                 if line.strip():
                     yield f"{file}:{number}", _object(line, f"{file}:{number}")
     except OSError as error:
-        raise UserError(Problem(f"cannot read {file}: {error.strerror}")) from None
+        raise UserError(Problem(f"cannot read {file}: {error.strerror}{_from(file)}")) from None
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
@@ -146,6 +153,6 @@ def read_text(file: str) -> str:
             raise UserError(Problem(f"{file} is too long", f"{MOST_ITEM_BYTES:,} bytes at most"))
         return raw.decode("utf-8")
     except OSError as error:
-        raise UserError(Problem(f"cannot read {file}: {error.strerror}")) from None
+        raise UserError(Problem(f"cannot read {file}: {error.strerror}{_from(file)}")) from None
     except UnicodeDecodeError as error:
         raise UserError(Problem(f"{file} is not UTF-8 (byte {error.start})")) from None

@@ -15,6 +15,7 @@ from pathlib import Path
 from armillary.checkpoint.find import Found, find_checkpoint
 from armillary.checkpoint.hugging_face.exporting import (
     Exported,
+    Plan,
     clear_drafts,
     plan_export,
     write_export,
@@ -24,8 +25,12 @@ from armillary.checkpoint.hugging_face.source import Sources, Tally
 from armillary.checkpoint.manifest import step_name, step_of
 from armillary.checkpoint.places.place import unique
 from armillary.checkpoint.store import CheckpointStore
-from armillary.foundation.errors import ArmillaryError
+from armillary.data.config import Chat
+from armillary.data.corpus import corpus_parts
+from armillary.data.tokenizer import DESCRIPTION_FILE, load_tokenizer
+from armillary.foundation.errors import ArmillaryError, UserError
 from armillary.foundation.run_folder import TOKENIZER_FOLDER
+from armillary.inference.chat import turn_ends
 from armillary.models.tuning.merge import merged_sources
 from armillary.parallel import process
 from armillary.recipe.recipe import Recipe
@@ -156,8 +161,7 @@ class Exporting:
 
     def _export(self, found: Found, target: Path) -> Exported:
         tokenizer, dtype = self._run / TOKENIZER_FOLDER, self._recipe.export.dtype
-        sources = plain_sources(self._recipe, found)
-        plan = plan_export(self._recipe.model, sources, dtype=dtype, tokenizer=tokenizer)
+        plan = plan_of_run(self._recipe, found, dtype=dtype, tokenizer=tokenizer)
         return write_export(plan, target, tokenizer=tokenizer, advance=self._go_on)
 
     def _go_on(self, count: int) -> None:
@@ -172,6 +176,43 @@ class Exporting:
         for path in gone:
             shutil.rmtree(path)
         return [path.name for path in gone]
+
+
+def plan_of_run(
+    recipe: Recipe,
+    found: Found,
+    *,
+    tokenizer: Path,
+    dtype: str = "",
+    vocab_size: int | None = None,
+    extra_layer: bool = False,
+) -> Plan:
+    """See `plan_export`: a checkpoint of a run, to be begun and stopped as `generate` does it."""
+    corpora = [part.corpus for part in corpus_parts(recipe.data.corpus)]
+    only_chat = all(isinstance(corpus, Chat) for corpus in corpora)
+    return plan_export(
+        recipe.model,
+        plain_sources(recipe, found),
+        dtype=dtype,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        extra_layer=extra_layer,
+        bos=recipe.data.bos and not only_chat,  # of conversations, the template decides
+        turn_ends=_turn_ends(tokenizer, needed=only_chat),
+    )
+
+
+def _turn_ends(folder: Path, *, needed: bool) -> frozenset[int]:
+    """Tokens that end a turn by the run's chat template; none where there is no template."""
+    if not (folder / DESCRIPTION_FILE).is_file():
+        return frozenset()
+    tokenizer = load_tokenizer(folder)
+    try:
+        return turn_ends(tokenizer) if tokenizer.chat_template else frozenset()
+    except UserError:  # an imported template may be one that we do not render
+        if needed:
+            raise
+        return frozenset()
 
 
 def plain_sources(recipe: Recipe, found: Found) -> Sources:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from armillary.checkpoint.hugging_face.check import check_conversion
 from armillary.checkpoint.hugging_face.source import Source, Sources
-from armillary.checkpoint.hugging_face.tokenizer import import_tokenizer
+from armillary.checkpoint.hugging_face.tokenizer import import_tokenizer, require_rows
 from armillary.checkpoint.hugging_face.views import Cast
 from armillary.checkpoint.hugging_face.weights import Foreign, foreign_weights, open_foreign
 from armillary.checkpoint.hugging_face.writing import DTYPES, bytes_of, write_checkpoint
@@ -122,6 +122,9 @@ def _write_run(
     """Writes tokenizer, checkpoint and, last, the recipe; returns it as written."""
     make_folder(folder)
     tokenizer = import_tokenizer(foreign.folder, folder / TOKENIZER_FOLDER)
+    rows = recipe.model.vocab_size
+    if rows < foreign.model.vocab_size:  # rows were cut off: not those of tokens
+        require_rows(rows, folder / TOKENIZER_FOLDER, "--model.vocab-size")
     if tokenizer is not None and recipe.data.tokenizer == Data().tokenizer:
         data = replace(
             recipe.data,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from armillary.checkpoint.hugging_face.table import (
     shapes_of,
     to_theirs,
 )
-from armillary.checkpoint.hugging_face.tokenizer import export_tokenizer, special_ids, write_json
+from armillary.checkpoint.hugging_face.tokenizer import (
+    export_tokenizer,
+    require_rows,
+    special_ids,
+    write_json,
+)
 from armillary.checkpoint.hugging_face.views import Cast, Resized
 from armillary.checkpoint.hugging_face.weights import our_shapes
 from armillary.checkpoint.hugging_face.writing import DTYPES, Advance, bytes_of, write_shards
@@ -63,6 +69,10 @@ class Plan:
     """By their names in the files."""
     left_out: tuple[str, ...] = ()
     """Names of ours that are not written, as other tools would warn of them."""
+    bos: bool = False
+    """Other tools are to begin a plain text with BOS."""
+    turn_ends: Collection[int] = ()
+    """Tokens after which an answer is over."""
 
     @property
     def bytes(self) -> int:
@@ -78,6 +88,8 @@ def plan_export(
     vocab_size: int | None = None,
     tokenizer: Path | None = None,
     extra_layer: bool = False,
+    bos: bool = False,
+    turn_ends: Collection[int] = (),
 ) -> Plan:
     """Says what would be written.
 
@@ -88,9 +100,12 @@ def plan_export(
         vocab_size: rows of embedding and head, fewer or more than the model's; None: the model's.
         tokenizer: the run's tokenizer, whose special tokens config.json names.
         extra_layer: write also what other tools warn of; see `Family.loadable`.
+        bos: other tools are to begin a plain text with BOS.
+        turn_ends: tokens after which an answer is over; other tools stop at them as at EOS.
 
     Raises:
-        UserError: the model has no counterpart, or the sources are not of this model.
+        UserError: the model has no counterpart, the sources are not of this model, or the
+            tokenizer has more tokens than rows were asked for.
     """
     family = family_for(model)
     assert isinstance(model, family.config)
@@ -101,6 +116,7 @@ def plan_export(
     ours = {name: sources[name] for name in our_shapes(written)}
     left_out = tuple(name for name in sources if name not in ours)
     if vocab_size is not None and vocab_size != written.vocab_size:
+        require_rows(vocab_size, tokenizer, "--vocab-size")
         for name in ("embedding.weight", "head.weight"):
             if name in ours:
                 ours[name] = Resized(ours[name], vocab_size)
@@ -109,14 +125,21 @@ def plan_export(
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.write(written),
-        **(special_ids(tokenizer) if tokenizer is not None else {}),
+        **(special_ids(tokenizer, turn_ends) if tokenizer is not None else {}),
     }
     theirs = to_theirs(family.rules(written, config), ours)
     if dtype:
         theirs = {name: _cast(name, source, DTYPES[dtype]) for name, source in theirs.items()}
     config["dtype"] = str(_main_dtype(theirs)).removeprefix("torch.")
     config["torch_dtype"] = config["dtype"]  # what older readers look for
-    return Plan(family=family, config=config, tensors=theirs, left_out=left_out)
+    return Plan(
+        family=family,
+        config=config,
+        tensors=theirs,
+        left_out=left_out,
+        bos=bos,
+        turn_ends=turn_ends,
+    )
 
 
 def _cast(name: str, source: Source, dtype: torch.dtype) -> Source:
@@ -157,7 +180,11 @@ def write_export(
     draft.mkdir()
     try:
         has_tokenizer = tokenizer is not None and export_tokenizer(
-            tokenizer, draft, max_seq_len=plan.config["max_position_embeddings"]
+            tokenizer,
+            draft,
+            max_seq_len=plan.config["max_position_embeddings"],
+            bos=plan.bos,
+            turn_ends=plan.turn_ends,
         )
         write_shards(draft, plan.tensors, shard_bytes, advance)
         write_json(draft / "config.json", plan.config)

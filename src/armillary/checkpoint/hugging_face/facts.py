@@ -11,8 +11,8 @@ from armillary.models.rope_scaling import Llama31RopeScaling, YarnRopeScaling
 _WITHOUT_EFFECT = frozenset({
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "output_router_logits",
-    "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "auto_map", "initializer_range",
-    "pretraining_tp", "quantization_config", "ep_size", "moe_layer_freq", "max_window_layers",
+    "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "initializer_range",
+    "pretraining_tp", "ep_size", "moe_layer_freq", "max_window_layers",
     "_name_or_path", "is_encoder_decoder", "num_nextn_predict_layers", "return_dict",
     "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "tf_legacy_loss",
     "problem_type", "id2label", "label2id", "sliding_window", "rope_interleave", "qk_head_dim",
@@ -78,6 +78,24 @@ class Facts:
         value = self._get(name, allowed[0])
         if value not in allowed:
             self._wrong(name, value, ", ".join(map(str, allowed)))
+
+    def quantised(self, methods: tuple[str, ...]) -> None:
+        """How values stand for others, if they do: by one of these methods."""
+        held = self._get("quantization_config", None)
+        if not held:
+            return
+        method = held.get("quant_method") if isinstance(held, Mapping) else held
+        if method not in methods:
+            allowed = ", ".join(methods) or "the model's unquantised weights"
+            self._wrong("quantization_config.quant_method", method, allowed)
+
+    def tokens_within(self, rows: int) -> None:
+        """Names the special tokens that no row of the vocabulary stands for."""
+        for name in ("bos_token_id", "eos_token_id"):
+            value = self._get(name, None)
+            tokens = value if isinstance(value, list) else [value]
+            if any(t is not None and (type(t) is not int or not 0 <= t < rows) for t in tokens):
+                self._unread.append(f"{name} (not in the vocabulary of {rows})")
 
     def refuse(self, message: str, allowed: str) -> None:
         """One more thing that is wrong."""

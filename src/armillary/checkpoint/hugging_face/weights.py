@@ -81,7 +81,9 @@ def open_foreign(address: str) -> Foreign:
     config = config_of(folder)
     family = family_of(config)
     facts = Facts(config)
+    facts.quantised(family.quantised)
     model = family.read(facts)
+    facts.tokens_within(model.vocab_size)
     ignored = tuple(facts.finish())
     return Foreign(
         address=address, folder=folder, family=family, config=config, model=model, ignored=ignored

@@ -67,6 +67,7 @@ def _read_latent(facts: Facts) -> dict[str, Any]:
     fields = read_common(facts)
     facts.only("attention_bias", False)
     facts.only("mlp_bias", False)
+    facts.only("sliding_window", None)
     facts.only("num_key_value_heads", fields["n_heads"])
     facts.only("moe_layer_freq", 1)
     facts.plain("head_dim")  # others derive it, and ours follows from the two parts
@@ -282,6 +283,7 @@ DEEPSEEK_V3 = Family(
     rules=_rules,
     refusals=_refusals_v3,
     unpack=_unpack,
+    quantised=("fp8",),
     loadable=_loadable,
     left_out=_left_out,
 )

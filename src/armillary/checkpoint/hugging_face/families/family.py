@@ -67,6 +67,8 @@ class Family:
     """What of a model the family cannot express."""
     unpack: Callable[[Sources, Config], dict[str, Source]] = _as_they_are
     """Their tensors with numbers in the place of quantised ones."""
+    quantised: tuple[str, ...] = ()
+    """Methods of quantisation, by their names in config.json, that `unpack` undoes."""
     loadable: Callable[[Any], Any] = lambda model: model
     """The part of a model that other tools load without a warning."""
     left_out: Callable[[str, Any], str | None] = _nothing

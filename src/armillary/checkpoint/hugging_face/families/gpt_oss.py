@@ -155,4 +155,5 @@ GPT_OSS = Family(
     rules=_rules,
     refusals=_refusals,
     unpack=_unpack,
+    quantised=("mxfp4",),
 )

@@ -29,6 +29,7 @@ def _read(facts: Facts) -> Llama:
     fields = read_common(facts)
     facts.only("attention_bias", False)
     facts.only("mlp_bias", False)
+    facts.only("sliding_window", None)
     theta, scaling = facts.rope(10_000.0)
     return Llama(
         **fields,
