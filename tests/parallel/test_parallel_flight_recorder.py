@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ def test_the_recorder_of_this_torch_has_one_of_the_names_that_are_used() -> None
 def recorded() -> tuple[dict[str, int], list[str], bytes]:
     for _ in range(3):
         dist.all_reduce(torch.ones(2))
+    deadline = time.monotonic() + 30
+    while flight_recorder.unfinished() and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's own thread notes the end of what was waited for
     return dict(flight_recorder.begun()), flight_recorder.unfinished(), flight_recorder.dump()
 
 
