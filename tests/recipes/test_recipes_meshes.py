@@ -93,14 +93,7 @@ def places(recipe: Recipe, ranks: int, *, every: bool) -> Iterator[int]:
     return (place * (ranks // pp) for place in wanted)
 
 
-SHARE = [
-    name if card(name).gpus is not None else pytest.param(name, marks=pytest.mark.full)
-    for name in NAMES
-]
-"""Recipes with a mesh of their own by default; those for any number of GPUs are sharded alone."""
-
-
-@pytest.mark.parametrize("name", SHARE)
+@pytest.mark.parametrize("name", NAMES)
 def test_first_and_last_stage_are_built_on_the_mesh(name: str) -> None:
     """And hold what the estimate of memory says, within the unevenness of stages and shards."""
     ranks, recipe = ranks_of(name), distinct(get(name))[0]
